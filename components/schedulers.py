@@ -20,14 +20,15 @@ DECAYS: dict[DecayStyle, Callable[[float], float]] = {
     "exponential": lambda progress: 2 * 0.5**progress - 1,
     "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""Functions from progress in [0, 1] to the remaining share of ``peak - min_lr``, 1 to 0, as in Megatron."""
+"""Functions from the progress in [0, 1] to the remaining share of ``peak - min_lr``, which falls from 1 to 0,
+as in Megatron."""
 
 
 @dataclass(frozen=True)
 class Scheduler(ABC):
     warmup_steps: int = 0
     warmup_ratio: float = field(default=0.0, kw_only=True)
-    """Length of the warmup as a share of the run, rounded up, in place of ``warmup_steps``."""
+    """Length of the warmup as a share of the run, rounded up to whole steps, in place of ``warmup_steps``."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps and self.warmup_ratio:
@@ -55,7 +56,7 @@ class Scheduler(ABC):
             raise ConfigError(f"scheduler.min_lr: is {min_lr}, above optimizer.lr={peak}; lower it.")
 
     def lr(self, step: int, *, peak: float, total_steps: int) -> float:
-        """Return the learning rate after ``step`` completed updates in a run of ``total_steps``."""
+        """Return the learning rate of the update that follows ``step`` completed ones."""
         warmup = self.warmup(total_steps)
         if step < warmup:
             return peak * step / warmup
@@ -115,7 +116,7 @@ class Cosine(Linear):
 
 @dataclass(frozen=True)
 class CosineMinLR(Decay):
-    """Half a cosine that ends above zero."""
+    """Half a cosine from ``peak`` to ``min_lr``, by default a tenth of ``peak``."""
 
     min_lr: float | None = None
     """Rate at the end of the decay. None means a tenth of ``peak``."""
@@ -129,11 +130,13 @@ class CosineMinLR(Decay):
 class InverseSqrt(Scheduler):
     """``peak * sqrt(warmup_steps / step)``, at least ``min_lr`` (Vaswani et al., 2017).
 
-    Without a warmup it is ``peak / sqrt(step)``, as in Megatron; transformers would use ``timescale=10000``.
+    Without a warmup the rate is ``peak / sqrt(step)``, as in Megatron; the default of transformers would be
+    ``timescale=10000``.
     """
 
     decay_steps: int | None = None
-    """Steps after the warmup until the rate drops to ``min_lr`` at once. None means never."""
+    """Number of steps after the warmup until the rate drops to ``min_lr`` at once. None means that it does
+    not."""
     min_lr: float = 0.0
 
     def after_warmup(self, step: int, peak: float, total_steps: int) -> float:
@@ -171,7 +174,7 @@ class WSD(Scheduler):
 
 
 def decayed(style: DecayStyle, steps: int, length: int, peak: float, min_lr: float) -> float:
-    """Return the rate after ``steps`` of a decay of ``length`` steps; it ends at ``min_lr``."""
+    """Return the rate after ``steps`` of a decay of ``length`` steps that ends at ``min_lr``."""
     if steps >= length:
         return min_lr
     return min_lr + (peak - min_lr) * DECAYS[style](steps / length)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights."""
+"""A hook that keeps an exponential moving average of the weights."""
 
 import logging
 from collections.abc import Mapping

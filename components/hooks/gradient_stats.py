@@ -1,4 +1,4 @@
-"""The gradient norm of each layer."""
+"""A hook that logs the gradient norm of each layer."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class GradientStats(Hook):
     """Logs the L2 norm of the gradients of each layer, before clipping, as ``grad_norm/LAYER``."""
 
     every: int = 1
-    """Steps from one row to the next."""
+    """Number of steps from one logged row to the next."""
 
     def __post_init__(self) -> None:
         check_at_least_one("hook.gradient_stats", self, "every")

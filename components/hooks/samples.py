@@ -1,4 +1,4 @@
-"""Completions of prompts while a model is trained."""
+"""A hook that completes prompts while a model is trained."""
 
 import json
 import shutil
@@ -19,21 +19,21 @@ from components.models.generate import complete, load_model, use_plain_decoding
 
 @dataclass(kw_only=True)
 class Samples(Hook):
-    """Completes prompts greedily after every evaluation, into ``completions/step_XXXXXXXX.jsonl``.
+    """Completes prompts greedily after every evaluation, and writes ``completions/step_XXXXXXXX.jsonl``.
 
-    The model is exported to a temporary folder, and rank 0 generates with transformers, on the GPU if there
-    is room for a copy. So it works in every layout, at the cost of an export.
+    The model is exported to a temporary folder, and rank 0 generates with transformers, on the GPU if a copy
+    fits in its memory. This works in every layout, at the cost of an export.
     """
 
     generates_text: ClassVar[bool] = True
 
     prompts: str
-    """Path of a file or folder, or a pattern: records with ``messages``, ``prompt`` or ``text``."""
+    """Path of a file or folder, or a pattern of paths; records have ``messages``, ``prompt`` or ``text``."""
     max_new_tokens: int = 64
     strings: Literal["plain", "chat"] = "plain"
 
     def check(self) -> None:
-        """Raise ConfigError if the prompts cannot be read."""
+        """Raise ConfigError if the prompts cannot be read or ``max_new_tokens`` is below 1."""
         check_at_least_one("hook.samples", self, "max_new_tokens")
         read_prompts(self.prompts, chat=self.strings == "chat")
 
@@ -58,7 +58,7 @@ class Samples(Hook):
         return run.folder / "completions" / "export"
 
     def _write(self, run: HookRun, export: Path) -> None:
-        """Complete the prompts with the model in ``export``, and remove it."""
+        """Complete the prompts with the model in the folder ``export``, and remove the folder."""
         if run.adapter is None:
             tokenizer = run.model.add_tokenizer(export)
         else:

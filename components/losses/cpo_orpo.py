@@ -19,8 +19,8 @@ from components.losses.preference_formulas import hinge, ipo, sigmoid
 class CPO(PairwiseLoss):
     """Contrastive preference optimisation (Xu et al. 2024, equations 3 and 5) and SimPO.
 
-    SimPO (Meng et al. 2024, equation 6) takes log-probabilities per token and a margin gamma between rewards.
-    ``ipo`` also takes log-probabilities per token, as in TRL's CPOTrainer.
+    SimPO (Meng et al. 2024, equation 6) divides log-probabilities by the number of tokens, and has a margin
+    gamma between rewards. ``ipo`` also divides by the number of tokens, as in TRL's CPOTrainer.
     """
 
     loss: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"

@@ -21,8 +21,9 @@ class KTO(ReferenceOptions):
     With r = beta * log-ratio and z = beta * KL, the loss of a desirable answer is ``w_d * sigmoid(z - r)``
     and that of an undesirable one ``w_u * sigmoid(r - z)``.
 
-    KL is the mean log-ratio of mismatched answers over the global batch, at least 0, without gradient.
-    ``apo_zero_unpaired`` sets z = 0 (D'Oosterlinck et al. 2024, equation 7, one answer at a time).
+    KL is the mean log-ratio of mismatched answers over the global batch, clamped to at least 0, without
+    gradient. ``apo_zero_unpaired`` sets z = 0 (D'Oosterlinck et al. 2024, equation 7, separately for each
+    answer).
     """
 
     beta: float = 0.1
@@ -100,5 +101,5 @@ def sequence_labels(batch: Batch) -> Tensor:
 
 
 def sequences_with_label(batch: Batch, label: int) -> Tensor:
-    """Return the indices of the sequences with that label: int64 ``[n]``, on the host."""
+    """Return the indices of the sequences with ``label``: int64 ``[n]``, on the host."""
     return (sequence_labels(batch) == label).nonzero()[:, 0]

@@ -22,7 +22,8 @@ class NextToken:
 
     kind: Literal["text", "chat"] = "text"
     normalize: Literal["token", "sequence"] = "token"
-    """Unit of equal weight: each labelled token, or each sequence (by its mean over labelled tokens)."""
+    """The unit over which the loss is a mean: labelled tokens, or sequences (each with the mean over its
+    labelled tokens)."""
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
@@ -69,7 +70,7 @@ class NextToken:
         )
 
     def token_weights(self, batch: Batch) -> Tensor:
-        """Return the weight of each position in the loss, float32 like ``labels``.
+        """Return the weight of each position in the loss, float32 in the shape of ``labels``.
 
         It is 1 with ``normalize=token``, and 1 / (number of labels of the sequence) with
         ``normalize=sequence``. Positions without a label have weight 0.

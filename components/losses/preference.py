@@ -42,7 +42,8 @@ DPOKind = Literal[
     "discopop",
 ]
 Combined = Literal[DPOKind, "sft"]
-"""Members of a list of losses: ``sft`` is the chosen answers' negative log-likelihood, a mean over tokens."""
+"""Members of a list of losses. ``sft`` is the negative log-likelihood of chosen answers, a mean over
+tokens."""
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
@@ -50,8 +51,8 @@ FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_diverg
 class DPO(ReferencedLoss):
     """DPO and its variants, with the formulas in ``preference_formulas``.
 
-    A reward is beta times an answer's log-ratio to the reference model. A list of losses is their sum, each
-    times its weight, such as MPO (Wang et al. 2024): ``sigmoid``, ``bco_pair`` and ``sft``.
+    A reward is beta times an answer's log-ratio to the reference model. A list of losses means their weighted
+    sum. An example is MPO (Wang et al. 2024): ``sigmoid``, ``bco_pair`` and ``sft``.
     """
 
     label_smoothing: float = 0.0
@@ -59,7 +60,8 @@ class DPO(ReferencedLoss):
     loss_weights: tuple[float, ...] | None = None
     """Weights of a list of losses. None means 1 each."""
     wpo: bool = False
-    """WPO (Zhou et al. 2024, equation 2): weight each pair by how likely its tokens are under the policy.
+    """Whether pairs are weighted by the policy's probabilities of their tokens (WPO, Zhou et al. 2024,
+    equation 2).
 
     The weight of an answer is the geometric mean of its tokens' probabilities, each divided by the expected
     probability of a token that the policy samples there. The weight of a pair is the product of both.
@@ -67,7 +69,8 @@ class DPO(ReferencedLoss):
     rpo_alpha: float = 0.0
     """RPO (Pang et al. 2024): weight of the chosen answers' negative log-likelihood, a mean over tokens."""
     ld_alpha: float | None = None
-    """LD-DPO (Liu et al. 2024): weight of the excess tokens of the longer answer. None means 1."""
+    """LD-DPO (Liu et al. 2024): weight of the tokens of an answer beyond the length of the shorter answer of
+    the pair. None means 1."""
     f_divergence: FDivergence = "reverse_kl"
     """f-DPO (Wang et al. 2023): the divergence that keeps the policy near the reference model."""
     alpha_divergence_coef: float | None = None
@@ -102,7 +105,7 @@ class DPO(ReferencedLoss):
         return list(zip(self.kinds, self.loss_weights or [1.0] * len(self.kinds), strict=True))
 
     def _check_list(self) -> None:
-        """Check that ``loss``, ``loss_weights``, ``rpo_alpha`` and ``wpo`` fit together."""
+        """Raise ConfigError unless ``loss``, ``loss_weights``, ``rpo_alpha`` and ``wpo`` fit together."""
         kinds, weights = self.kinds, self.loss_weights
         if not self.losses:
             raise ConfigError("stage.loss: the list has no loss of pairs; add one, or use stage=sft.")

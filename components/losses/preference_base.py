@@ -71,7 +71,10 @@ class PairwiseLoss(ABC):
         return frozenset()
 
     def token_scores(self, stats: TokenStats, batch: Batch) -> Tensor:  # noqa: ARG002
-        """Return the summands of the score of an answer, float32 or float64 like ``labels``."""
+        """Return the contribution of each token to the score of its answer, in the shape of ``labels``.
+
+        The dtype is float32 or float64.
+        """
         return stats.logps
 
     def pairs(self, stats: TokenStats, batch: Batch) -> Pairs:
@@ -80,7 +83,7 @@ class PairwiseLoss(ABC):
         return Pairs(*sides(scores, batch), *sides(tokens, batch))
 
     def answer_logps(self, pairs: Pairs, stats: TokenStats, batch: Batch) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """Return the log-probabilities of chosen and of rejected answers to report: here their scores."""
+        """Return the log-probabilities of chosen and of rejected answers for metrics: here their scores."""
         return pairs.chosen, pairs.rejected
 
     def counts(self, batch: Batch) -> dict[str, int]:
@@ -115,7 +118,7 @@ class PairwiseLoss(ABC):
 
 
 def check_label_smoothing(share: float) -> None:
-    """Raise ConfigError if the ``share`` of preferences assumed to be reversed is out of range."""
+    """Raise ConfigError if ``share``, that of the preferences assumed to be reversed, is out of range."""
     if not 0 <= share < 0.5:
         raise ConfigError(
             f"stage.label_smoothing: must be at least 0 and below 0.5 (at 0.5 nothing is preferred), "
@@ -125,7 +128,7 @@ def check_label_smoothing(share: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceOptions:
-    """The reference model of a loss. ``reference=none`` sets its log-probabilities to 0."""
+    """The reference model of a loss. ``reference=none`` means reference log-probabilities of 0."""
 
     reference: ReferenceChoice = "auto"
     reference_path: str | None = None
@@ -133,7 +136,7 @@ class ReferenceOptions:
     sync_reference_every: int = 0
     """TR-DPO (Gorbatovski et al. 2024): number of steps from one update of the reference to the next.
 
-    An update makes it a mixture of itself and the trained model. 0 means that it stays as it is.
+    An update replaces the reference by a mixture of itself and the trained model. 0 means no updates.
     """
     sync_reference_mixup: float | None = None
     """Share of the trained model in the mixture. None means 0.6."""
@@ -173,8 +176,8 @@ def attach_reference(
 ) -> Sequence[Batch]:
     """Return the batches with ``ref_logps``.
 
-    They are returned unchanged if all have ``ref_logps`` already, if ``reference`` is none, or if this rank
-    is not on the last pipeline stage.
+    The batches are returned unchanged if all of them already have ``ref_logps``, if ``reference`` is
+    ``none``, or if this rank is not on the last pipeline stage.
     """
     if reference == "none" or all(batch.ref_logps is not None for batch in microbatches):
         return microbatches
@@ -185,10 +188,10 @@ def attach_reference(
 
 
 def log_ratios(stats: TokenStats, batch: Batch, reference: ReferenceChoice) -> Tensor:
-    """Return the log-ratios to the reference model, float32 like ``labels``.
+    """Return the log-ratios to the reference model per token, float32 in the shape of ``labels``.
 
     Differences are taken per token, because two sums over an answer are large and nearly equal. Without a
-    reference model (``none``) the log-probabilities themselves are returned.
+    reference model (``none``), the log-probabilities themselves are returned.
     """
     if reference == "none":
         return stats.logps
@@ -215,16 +218,17 @@ def sides(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def is_chosen(batch: Batch) -> Tensor:
-    """Return which positions belong to chosen sequences, bool like ``labels``."""
+    """Return whether each position belongs to a chosen sequence, bool in the shape of ``labels``."""
     assert batch.pair_index is not None, "preference data carries pair_index"
     chosen = batch.pair_index % 2 == 0  # false for -1
     return chosen.to(batch.labels.device, non_blocking=True)[batch.sequence_ids()]
 
 
 def verbosity_weights(batch: Batch, ld_alpha: float) -> Tensor:
-    """Return the weights of LD-DPO (Liu et al. 2024, equation 12), float64 like ``labels``.
+    """Return the weights of LD-DPO (Liu et al. 2024, equation 12), float64 in the shape of ``labels``.
 
-    A weight is 1 for as many labels of an answer as the shorter answer of its pair has, then ``ld_alpha``.
+    Labels of an answer up to the length of the shorter answer of its pair have the weight 1, later labels
+    ``ld_alpha``.
     """
     labelled = batch.labels != IGNORE
     lengths = batch.sum_per_sequence(labelled)

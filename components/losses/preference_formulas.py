@@ -1,8 +1,8 @@
 """The published losses of a pair of answers: pure functions of two scores.
 
 ``chosen``, ``rejected`` and the returned loss are float64 ``[pairs]``. A score is the log-ratio of an answer,
-``log pi(y|x) - log pi_ref(y|x)``, or f'(ratio) of another f-divergence, or the log-probability of the answer
-if no reference model is used. The options of a loss are its keyword arguments.
+``log pi(y|x) - log pi_ref(y|x)``; or f'(ratio), if another f-divergence than the reverse KL is used; or the
+log-probability of the answer, if no reference model is used. The options of a loss are its keyword arguments.
 """
 
 import inspect
@@ -19,8 +19,8 @@ PairLoss = Callable[..., Tensor]
 def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
     """Return the loss of DPO (Rafailov et al. 2023, equation 7).
 
-    With label smoothing it is that of conservative DPO (Mitchell 2023), which assumes that a share eps of the
-    preferences is reversed.
+    With ``label_smoothing`` eps above 0 it is the loss of conservative DPO (Mitchell 2023), which assumes
+    that a share eps of the preferences is reversed.
     """
     margin = beta * (chosen - rejected)
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
@@ -42,7 +42,7 @@ def ipo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
     """Return the loss of robust DPO (Chowdhury et al. 2024, equation 11).
 
-    It is unbiased if a share eps of the preferences is flipped.
+    It is an unbiased estimate of the DPO loss if a share ``label_smoothing`` of the preferences is reversed.
     """
     margin, eps = beta * (chosen - rejected), label_smoothing
     return (-(1 - eps) * F.logsigmoid(margin) + eps * F.logsigmoid(-margin)) / (1 - 2 * eps)
@@ -85,9 +85,9 @@ def apo_down(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def sppo_hard(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Return the loss of SPPO (Wu et al. 2024, equation 4.7); beta is 1 / its eta.
+    """Return the loss of SPPO (Wu et al. 2024, equation 4.7); beta is 1 / eta.
 
-    Its win probability P is 1 for the chosen and 0 for the rejected answer.
+    The win probability P is 1 for the chosen and 0 for the rejected answer.
     """
     return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
@@ -116,7 +116,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
 """Losses by their names in TRL; ``sigmoid_norm`` is ``sigmoid`` of scores per token."""
 
 PER_TOKEN = frozenset({"ipo", "sigmoid_norm"})
-"""Losses of scores that are divided by the number of labels of their answer."""
+"""Losses whose scores are divided by the number of labels of the answer."""
 
 OF_THE_DIFFERENCE = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop"})
 """Losses of the difference of two scores, in which the partition function of any f-divergence cancels."""

@@ -17,9 +17,9 @@ from components.losses.preference_base import pair_indices, sides
 class Reward:
     """The negative log-likelihood of the preferences in the model of Bradley and Terry (1952).
 
-    It is ``-logsigmoid(chosen - rejected - margin)`` (Touvron et al. 2023, equation 2), with the margin of
-    the record, or 0. The score of an answer is the output of a scalar head at its last token. Preferences
-    determine scores only up to a constant for each prompt; the additional term
+    It is ``-logsigmoid(chosen - rejected - margin)`` (Touvron et al. 2023, equation 2). The margin is that of
+    the record, or 0 if the record has none. The score of an answer is the output of a scalar head at its last
+    token. Preferences determine scores only up to a constant for each prompt; the additional term
     ``center_rewards_coefficient * (chosen + rejected) ** 2`` keeps them near 0 (Eisenstein et al. 2023,
     section 2). ``accuracy``, ``margin`` and ``mean_reward`` are named as in TRL's RewardTrainer.
     """

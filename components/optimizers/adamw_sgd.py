@@ -22,7 +22,8 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0
-    """Maximum L2 norm of all gradients together; larger ones are scaled down. None or 0 means no limit."""
+    """Maximum L2 norm of all gradients together, to which gradients are scaled down. None or 0 means no
+    maximum."""
     groups: tuple[WeightGroup, ...] = ()
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")

@@ -15,10 +15,10 @@ Optimizer = AdamW | SGD | Muon | TorchClass
 
 
 def decays(name: str, ndim: int) -> bool:
-    """Return whether weight decay applies to a parameter: not to biases and one-dimensional ones (norms).
+    """Return whether weight decay applies to a parameter: it is neither a bias nor one-dimensional (a norm).
 
-    The result depends on the Hugging Face name and shape, so it is the same for engines that fuse or split
-    tensors.
+    The result depends only on the Hugging Face name and shape, so it is the same for engines that fuse or
+    split tensors.
     """
     return ndim > 1 and not name.endswith(".bias")
 

@@ -18,10 +18,10 @@ HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 @dataclass(frozen=True)
 class Muon:
-    """Momentum whose matrices are orthogonalised by Newton-Schulz iterations (Jordan et al., 2024).
+    """Momentum, orthogonalised for each matrix by Newton-Schulz iterations (Jordan et al., 2024).
 
-    The update is that of ``torch.optim.Muon``. Each matrix is orthogonalised whole, as it is on disk: query,
-    key, value, gate, up and every expert by itself.
+    The update is that of ``torch.optim.Muon``. Matrices are orthogonalised unsharded, with their shapes on
+    disk: query, key, value, gate and up projections, and those of each expert, are separate matrices.
     """
 
     lr: float = 1e-3
@@ -31,16 +31,17 @@ class Muon:
     adamw_for: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "lm_head*", "score*")
     """Patterns of the names of matrices that AdamW updates, with all vectors."""
     head_dim: int | None = None
-    """Rows of a head of the query, key and value matrices, each orthogonalised by itself. None means whole
-    matrices."""
+    """Number of rows of a head in the query, key and value matrices, whose heads are then orthogonalised
+    separately. None means that these matrices are orthogonalised like others."""
     weight_decay: float = 0.1
     momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5
     """Number of Newton-Schulz iterations."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """``match_rms_adamw``: updates as large as those of AdamW, by 0.2 sqrt(max(rows, columns)) (Liu et al.,
-    2025). ``original``: by sqrt(max(1, rows / columns))."""
+    """Factor of a matrix's learning rate. ``match_rms_adamw`` means 0.2 sqrt(max(rows, columns)), with which
+    updates are as large as those of AdamW (Liu et al., 2025). ``original`` means sqrt(max(1, rows /
+    columns))."""
     betas: tuple[float, float] = AdamW.betas
     """Decay rates of AdamW's moments."""
     eps: float = AdamW.eps
@@ -49,7 +50,8 @@ class Muon:
     groups: tuple[WeightGroup, ...] = ()
 
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer", "exp_avg_sq")
-    """State per weight, at most. Only the number is read: a matrix has one tensor, others AdamW's two."""
+    """Maximum state per weight, of which only the number of tensors is read: matrices that Muon updates have
+    one tensor, other weights have the two of AdamW."""
     kind: ClassVar[str] = "muon"
     scope: ClassVar[Scope] = "matrix"
 
@@ -63,7 +65,7 @@ class Muon:
             )
 
     def orthogonalises(self, name: str, ndim: int) -> bool:
-        """Return whether Muon updates the weight of this name on disk."""
+        """Return whether Muon, not AdamW, updates the weight ``name`` on disk with ``ndim`` dimensions."""
         return ndim == 2 and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.adamw_for)
 
     def build(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -96,7 +98,10 @@ class Muon:
 
 
 class MuonByHead(torch.optim.Muon):
-    """``torch.optim.Muon`` that orthogonalises each head of query, key and value matrices by itself."""
+    """``torch.optim.Muon`` that orthogonalises the heads of query, key and value matrices separately.
+
+    If ``head_dim`` is None, it orthogonalises these matrices like others.
+    """
 
     def __init__(self, groups: Sequence[dict[str, Any]], head_dim: int | None, **options: Any) -> None:
         named = [pair for group in groups for pair in group["params"]]
@@ -106,7 +111,7 @@ class MuonByHead(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Update all parameters; those of ``split`` head by head."""
+        """Update all parameters, those in ``split`` head by head."""
         wholes = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
             group["params"] = [part for whole in group["params"] for part in self._parts(whole)]

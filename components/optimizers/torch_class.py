@@ -1,4 +1,4 @@
-"""Any subclass of ``torch.optim.Optimizer``: its arguments, and what a trial of it shows about its state."""
+"""Any subclass of ``torch.optim.Optimizer``: its arguments, and the kinds of its state, found in a trial."""
 
 import inspect
 import typing
@@ -17,7 +17,8 @@ from components.optimizers.weight_groups import WeightGroup, check_groups
 SHARED = ("lr", "weight_decay", "max_grad_norm", "groups")
 """Config keys that every optimizer has."""
 SHAPE = (96, 64)
-"""Shape of the matrix in a trial: over 4096 elements, from which 8-bit optimizers quantise their state."""
+"""Shape of the matrix in a trial. It has more than 4096 elements, the size from which 8-bit optimizers
+quantise their state."""
 
 StateKind = Literal["moment", "scalar", "other"]
 """A floating-point tensor of the parameter's shape, a number, or something else."""
@@ -30,7 +31,7 @@ class StateKinds:
     moments: tuple[str, ...]
     """Floating-point tensors of the parameter's shape."""
     scalars: tuple[str, ...]
-    """Numbers per parameter, such as ``step``; all parameters have the same."""
+    """Numbers per parameter, such as ``step``, that are equal for all parameters."""
     group_scalars: tuple[str, ...]
     """Numbers in ``param_groups`` that updates change."""
     whole: tuple[str, ...]
@@ -121,7 +122,7 @@ class TorchClass:
             )
 
     def check_divisible(self) -> None:
-        """Raise ConfigError if an update needs all weights at once, so that ranks cannot divide it."""
+        """Raise ConfigError if an update needs all weights at once: several ranks cannot divide it."""
         if self.scope == "model":
             raise ConfigError(
                 f"optimizer._target_: {self.name} updates a weight by what it knows of others, which are on "
@@ -130,7 +131,7 @@ class TorchClass:
 
     @cached_property
     def scope(self) -> Scope:
-        """Largest part of the model that an update needs at once, as a trial shows."""
+        """Largest part of the model that an update needs at once, found in trial updates."""
         rows, columns = SHAPE
         whole, by_row, by_column = (
             matrices(self._trial(shapes))
@@ -159,6 +160,9 @@ class TorchClass:
             steps: number of updates.
             only: index of the one part that is trained. None means that all are.
             lr_of_vector: ratio of the vector's learning rate to that of the matrix.
+
+        Raises:
+            ConfigError: if the class cannot be built with its arguments, or cannot update the parameters.
         """
         draw = torch.Generator().manual_seed(0)
         scale = torch.linspace(0.1, 3.0, SHAPE[0])[:, None]  # parts of unequal norms
@@ -188,7 +192,8 @@ class TorchClass:
 def describe_class(target: type[torch.optim.Optimizer]) -> Callable[..., TorchClass]:
     """Return a function that makes a ``TorchClass`` of ``target`` from the arguments of this optimizer class.
 
-    Its signature is that of the class, without ``params``, and with the keys that all optimizers have.
+    The function has the signature of the class, without ``params``, and with the keys that all optimizers
+    have.
 
     Raises:
         ConfigError: if the class has no learning rate.

@@ -12,14 +12,14 @@ from components.contracts.errors import ConfigError, check_at_least_zero
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """The weights whose names match a pattern; the first group that matches a weight decides."""
+    """Options of the weights whose names match a pattern; the first group that matches a weight applies."""
 
     match: str
     """Pattern of names on disk, such as ``*.embed_tokens.*`` or ``*.lora_B.*``."""
     lr: float | None = None
     """Peak learning rate, with the schedule of ``optimizer.lr``. None means ``optimizer.lr``."""
     weight_decay: float | None = None
-    """Weight decay, also of vectors. None means ``optimizer.weight_decay``, which vectors do not have."""
+    """Weight decay, also of vectors. None means ``optimizer.weight_decay``, or 0 for vectors."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

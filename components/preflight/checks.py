@@ -49,7 +49,7 @@ def check_modes(mode: str, devices: int | None, device_name: str | None, *, join
 
 
 def check_rehearsed_rank(rank: int | None, world_size: int) -> None:
-    """Raise ConfigError if the layout has no such rank."""
+    """Raise ConfigError if the layout has no rank with the number ``rank``. None is accepted."""
     if rank is not None and not 0 <= rank < world_size:
         raise ConfigError(
             f"preflight.rank: is {rank}, and the layout has the ranks 0 to {world_size - 1}; name one of "
@@ -107,7 +107,7 @@ def check_float8(device: str, name: str | None) -> None:
 
 
 def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
-    """Raise ConfigError if this machine has too few GPUs, or on CPU too little memory, for its ranks."""
+    """Raise ConfigError if this machine has too few GPUs for its ranks, or on CPU too little memory."""
     bearable = machine_memory() // PROGRAM
     if device == "cpu" and local_ranks > bearable:
         raise ConfigError(
@@ -162,7 +162,11 @@ def next_batch(global_batch_size: int, unit: int) -> int:
 def check_model_fits_data(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int, sample_tokens: int
 ) -> None:
-    """Raise ConfigError if sequences or the tokenizer exceed the positions or vocabulary of the model."""
+    """Raise ConfigError if sequences are too long for the model, or the tokenizer has too many tokens.
+
+    Sequences and the final completion must fit the model's positions. With longrope, sequences must also fit
+    the length up to which the frequencies do not depend on other sequences of the batch.
+    """
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
         raise ConfigError(
@@ -198,7 +202,10 @@ def check_evaluation(key: str, wanted: float, has_eval: bool) -> None:
 
 
 def check_head_dim(optimizer: object, model: PreTrainedModel, *, adapted: bool) -> None:
-    """Raise ConfigError if Muon's ``optimizer.head_dim`` is not the number of rows of a head of ``model``."""
+    """Raise ConfigError if Muon's ``optimizer.head_dim`` is not the number of rows of a head of ``model``.
+
+    None is accepted. If no trained matrix has heads, None is the only accepted value.
+    """
     if not isinstance(optimizer, Muon) or optimizer.head_dim is None:
         return
     shape = attention_shape(model.config)
@@ -261,7 +268,7 @@ def check_stream(eval_every_epochs: int, save_every_epochs: int, reference: str)
 
 
 def check_start(init_from: str | None, resume: Path | None) -> None:
-    """Raise ConfigError if a resumed run has another ``init_from`` than at its start."""
+    """Raise ConfigError if ``init_from`` of a resumed run is given and differs from that at its start."""
     if init_from is None or resume is None:
         return
     config = resume.absolute().parent.parent / "config.yaml"
@@ -275,7 +282,7 @@ def check_start(init_from: str | None, resume: Path | None) -> None:
 
 
 def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_size: int) -> None:
-    """Raise ConfigError if the profiler is to record steps or ranks that the run does not have."""
+    """Raise ConfigError if the profiler has no ranks, or has steps or ranks that the run does not have."""
     if last_step > steps_left:
         raise ConfigError(
             f"profiler.steps: the last is {last_step}, and this run takes {steps_left} steps; "
@@ -290,7 +297,7 @@ def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_s
 
 
 def steps_done(resume: Path | None) -> int:
-    """Return the number of steps in the checkpoint, 0 without one."""
+    """Return the number of completed steps in the checkpoint ``resume``. None means 0."""
     return 0 if resume is None else read_meta(resume).state["step"]
 
 
@@ -329,7 +336,7 @@ def check_scalar_head(scalar_head: bool, hooks: Mapping[str, Hook]) -> None:
 
 
 def check_normalisation(normalize: str | None, packing: str) -> None:
-    """Raise ConfigError for averages per sequence if packing splits documents across rows."""
+    """Raise ConfigError if the loss is a mean over sequences, but packing splits samples across rows."""
     if normalize == "sequence" and packing == "concat":
         raise ConfigError(
             "stage.normalize: is sequence, but data.packing=concat cuts samples across rows; "

@@ -73,7 +73,7 @@ def comm_cost(layout: EngineLayout, size: ModelSize, step: CommInputs) -> StepCo
 
 
 def has_owners(layout: EngineLayout, optimizer: Optimizer) -> bool:
-    """Return whether each weight is updated as a whole by one rank, its owner."""
+    """Return whether each full (unsharded) weight is updated by one rank, its owner."""
     if isinstance(layout, FSDP2):
         return optimizer.scope == "matrix"
     return updates_whole_weights(optimizer)

@@ -1,4 +1,4 @@
-"""Names of the metrics of an evaluation, known before the run from an empty micro-batch."""
+"""Checks of the names of evaluation metrics before a run, with an empty micro-batch."""
 
 from collections.abc import Collection, Sequence
 

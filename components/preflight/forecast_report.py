@@ -23,7 +23,7 @@ Section = Scalars | Sequence[Scalars]
 
 @dataclass(frozen=True)
 class Report:
-    """Sections by name, each an object of scalars or a table of them, and a one-line summary of each."""
+    """Sections by name, each an object of scalars or a list of such objects, and one-line summaries."""
 
     sections: Mapping[str, Section]
     lines: Mapping[str, str]
@@ -39,7 +39,7 @@ class Report:
         return table
 
     def render_all(self) -> RenderableType:
-        """Return a table per section, but only the summaries of groups and keys (long tables) and of plan."""
+        """Return a table per section, except groups, keys and plan, of which only the summaries are shown."""
         whole = [name for name in self.sections if name not in IN_A_LINE]
         short = Table.grid(padding=(0, 2))
         for name in IN_A_LINE:
@@ -54,10 +54,10 @@ IN_A_LINE = ("groups", "keys", "plan")
 
 
 def survey(case: Candidate | None, config: Config) -> Report:
-    """Return all estimates for ``case``, and the reader of each key of ``config``.
+    """Return a report of all estimates for ``case``, and of the class that reads each key of ``config``.
 
-    None means that the layout, the optimizer or the adapter is of a class from outside this package; the
-    report then has only the keys.
+    None means that the layout, the optimizer or the adapter is of a user's own class; the report then has
+    only the keys.
     """
     if case is None:
         return Report({"keys": list(key_rows(config))}, {"forecast": NO_FORECAST})
@@ -117,7 +117,7 @@ def memory_section(case: Candidate) -> list[Scalars]:
 
 
 def device_section(case: Candidate) -> Scalars:
-    """Return what the forecast assumes about the device; speeds are per rank."""
+    """Return the assumptions of the forecast about the device; speeds are per rank."""
     device = case.device
     return {
         "name": device.name,

@@ -25,7 +25,7 @@ NO_KERNEL = (
 
 @dataclass
 class Arithmetic:
-    """Counts by moment.
+    """Numbers of FLOPs and kernels by moment, that is by part of the rehearsal.
 
     As in the MFU, only the causal pairs of attention count, and its backward pass counts as two forward
     passes.

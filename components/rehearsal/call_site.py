@@ -1,4 +1,4 @@
-"""The line of this program, and of a library below it, that is running."""
+"""The running line of this program and, if that line has called a library, of the library."""
 
 import sys
 from functools import cache
@@ -13,9 +13,10 @@ LIBRARIES = ("megatron/core", "transformers/models", "torch/distributed/fsdp", "
 
 @cache
 def shown(code: CodeType) -> tuple[str, bool] | None:
-    """Return the short name of the file of ``code``, and whether it is the program's, not a library's.
+    """Return the short name of the file of ``code``, and whether the file is one of the program.
 
-    None means that it is not shown: a file of the rehearsal, or of neither the program nor ``LIBRARIES``.
+    None means that lines of the file are not shown: it belongs to the rehearsal, or to neither the program
+    nor ``LIBRARIES``.
     """
     name = code.co_filename
     if name.startswith(SKIPPED):
@@ -31,7 +32,8 @@ def call_site() -> str:
     """Return ``file:line`` of the innermost running line of the program.
 
     If that line has called one of ``LIBRARIES``, the innermost running line of the library follows after
-    ``>``. In a backward pass that runs no Python code of either, the result is ``autograd``.
+    ``>``. If only a library is running, the result is the library's line, and in a backward pass that runs
+    no Python code of either, ``autograd``.
     """
     library = ""
     walked: FrameType | None = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""Functions that torch.compile makes into one kernel on a GPU, but a rehearsal runs op by op."""
+"""Recording of functions that are one compiled kernel on a GPU, but that a rehearsal runs op by op."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""The C++ library that makes torch accept ``cuda`` as a device without a GPU. Nothing here imports torch."""
+"""The C++ library that makes torch accept ``cuda`` as a device without a GPU.
+
+This module does not import torch.
+"""
 
 import ctypes
 import hashlib
@@ -24,10 +27,10 @@ def torch_folder() -> Path:
 
 
 def build_guard(folder: Path) -> Path:
-    """Return the library for the installed torch in ``folder``; compile it if it is not there yet.
+    """Return the path of the library for the installed torch in ``folder``; compile it if it is missing.
 
     Raises:
-        ConfigError: if there is no C++ compiler, or it fails.
+        ConfigError: if there is no C++ compiler, or the compiler cannot be started or fails.
     """
     version = importlib.metadata.version("torch")
     content = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""A ``torch.cuda`` for a GPU that is not there. It replaces the real one for the rest of the process."""
+"""Replacements of the functions of ``torch.cuda`` for a fake GPU, for the rest of the process."""
 
 import contextlib
 from collections import defaultdict
@@ -32,7 +32,7 @@ NOTHING = (
     "ipc_collect",
     "reset_max_memory_allocated",
 )
-"""Functions of ``torch.cuda`` that have nothing to do."""
+"""Functions of ``torch.cuda`` whose replacements do nothing."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Event:
 
 
 def install(gpu: Gpu, mode: RehearsalMode) -> None:
-    """Replace ``torch.cuda`` by that of a node with eight ``gpu``; ``mode`` counts its waits and memory."""
+    """Make ``torch.cuda`` that of a node with eight fake ``gpu``, whose waits and memory ``mode`` records."""
     cuda: Any = torch.cuda
     Stream.on_wait = Event.on_wait = mode.waits.wait
     stream = Stream()
@@ -147,8 +147,8 @@ def efficient_attention(
 ) -> Tensor:
     """Call torch's memory-efficient kernel, which a GPU has for all dtypes.
 
-    torch's own selection needs the driver, or in a build without CUDA selects the kernel whose memory
-    grows with the square of the length.
+    torch's own selection of a kernel needs the driver. In a build without CUDA, it selects the kernel whose
+    memory grows with the square of the length.
     """
     assert not enable_gqa, "the kernel of linear memory has no GQA"
     bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])

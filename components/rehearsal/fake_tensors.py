@@ -1,4 +1,4 @@
-"""Replacements of functions of torch that do not take fake tensors. They stay for the rest of the process."""
+"""Replacements of torch functions that do not accept fake tensors, for the rest of the process."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,7 +33,8 @@ OWN_ATTRIBUTES = frozenset(
         "_debug_trace",
     ]
 )
-"""Attributes of a fake tensor that describe this tensor and do not move with the identity of a parameter."""
+"""Attributes that describe a fake tensor. ``swap_tensors`` exchanges them; all other attributes stay with the
+parameter."""
 
 
 def install(mode: RehearsalMode) -> None:
@@ -128,7 +129,10 @@ def replace_swap() -> None:
 
 
 def pause_shape_propagation(mode: RehearsalMode) -> None:
-    """Do not count the tensors from which DTensor learns the shape of a result, which need no memory."""
+    """Exclude from the memory the tensors from which DTensor derives the shape of a result.
+
+    On a GPU they would take no memory.
+    """
 
     def paused(plain: Callable[..., object]) -> Callable[..., object]:
         def propagate(*args: object, **options: object) -> object:

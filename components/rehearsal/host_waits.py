@@ -30,7 +30,7 @@ INDEXING = frozenset(
     f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 )
 REPEAT = "aten::repeat_interleave"
-"""An operator that reads the length of its result on the host, unless it is given."""
+"""An operator that reads the length of its result on the host, unless the length is an argument."""
 MASKS = (torch.bool, torch.uint8)
 
 

@@ -10,7 +10,7 @@ import torch
 from components.rehearsal.call_site import call_site
 
 BLOCK = 512
-"""Bytes to which torch's CUDA allocator rounds up."""
+"""Number of bytes to a multiple of which torch's CUDA allocator rounds up."""
 STEP = 1.003
 """Factor by which the peak grows before ``at_peak`` is recorded anew, because each record takes time."""
 
@@ -30,23 +30,26 @@ class LiveMemory:
     at_peak: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes at the peak by the moment and the line that allocated them."""
     by_moment: dict[str, int] = field(default_factory=dict)
-    """Peak of each moment."""
+    """Peak of each moment, in bytes."""
     paused: int = 0
     """Number of open pauses. Above 0, new storages are not counted, because a GPU would not hold them."""
     freed: Callable[[int], None] = lambda _: None
-    """Function that is called with the key of each storage that is freed."""
+    """Function that is called with the key of each counted storage that is freed."""
     _live: dict[int, int] = field(default_factory=dict)
     _births: dict[int, tuple[str, str]] = field(default_factory=dict)
     _recorded: int = 0
 
     def enter(self, moment: str) -> None:
-        """Set the part of the rehearsal to which memory is counted from now on."""
+        """Set the part of the rehearsal to which memory is attributed from now on."""
         if moment != self.moment:
             self.moment = moment
             self.by_moment[moment] = max(self.now, self.by_moment.get(moment, 0))
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Count the storage of ``tensor``, until it is freed, if it is new."""
+        """Count the storage of ``tensor`` until it is freed.
+
+        Do nothing if the storage is already counted or counting is paused.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live or self.paused:

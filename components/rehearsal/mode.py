@@ -23,8 +23,8 @@ from components.rehearsal.traffic import Traffic
 aten = torch.ops.aten
 
 PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)
-"""Tensor types whose calls are executed here. Others, such as DTensor, first replace a call by calls on their
-parts."""
+"""Tensor types whose calls are executed here. Other types, such as DTensor, first replace a call by calls on
+their local tensors."""
 
 HELD_BY_AUTOGRAD = 4
 """``use_count`` that a gradient has inside a dispatch mode if only the backward pass holds it."""
@@ -53,7 +53,7 @@ class RehearsalMode(TorchDispatchMode):
         }
 
     def count_anew(self) -> None:
-        """Forget waits, traffic and arithmetic so far, but not memory."""
+        """Reset the records of waits, traffic and arithmetic, but not that of memory."""
         self.waits.waits.clear()
         self.waits.copies.clear()
         self.traffic, self.arithmetic = Traffic(), Arithmetic()
@@ -127,7 +127,7 @@ class RehearsalMode(TorchDispatchMode):
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
     def _scalar(self, tensor: FakeTensor) -> float | int | bool:
-        """Return the value of a scalar, or if it is unknown a plausible value."""
+        """Return the value of a scalar, or a plausible value if it is unknown."""
         if tensor.fake_device.type == "cuda":
             self.waits.wait("item")
         known = self.values.known(tensor)
@@ -150,7 +150,10 @@ class RehearsalMode(TorchDispatchMode):
         return (args[0], found, *args[2:])
 
     def _data_dependent(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> FakeTensor:
-        """Return the result, whose length depends on values, or if they are unknown the longest possible."""
+        """Return the result of an operator whose length depends on values.
+
+        If these are unknown, the result has the largest possible length.
+        """
         source = args[0]
         if func is aten.masked_select.default:
             shape = torch.broadcast_shapes(source.shape, args[1].shape)
@@ -174,7 +177,7 @@ class RehearsalMode(TorchDispatchMode):
     # ---- messages
 
     def _exchange(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
-        """Record a collective, and call it on the fake group with empty host tensors for the fake ones."""
+        """Record a collective, and call it on the fake group with empty host tensors for fake tensors."""
         fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
         group = traffic.group_of(args)
         name = func._schema.name.removeprefix("c10d::").rstrip("_")
@@ -207,9 +210,10 @@ class RehearsalMode(TorchDispatchMode):
 
 
 def is_accumulation(func: OpOverload, args: Arguments) -> bool:
-    """Return whether autograd adds two gradients of one tensor, which it does in place for real tensors.
+    """Return whether autograd adds two gradients of one tensor in a way that is in-place for real tensors.
 
-    Its rule (torch/csrc/autograd/input_buffer.cpp) excludes subclasses such as fake tensors.
+    The rule for adding in place (torch/csrc/autograd/input_buffer.cpp) excludes subclasses such as fake
+    tensors.
     """
     if func is not aten.add.Tensor or torch._C._current_graph_task_id() == -1:
         return False

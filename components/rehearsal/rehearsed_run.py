@@ -1,4 +1,4 @@
-"""The rehearsal of one rank: its engine is built, takes steps, and its state is copied for a checkpoint."""
+"""The rehearsal of one rank: build its engine, run train steps, and copy its state as for a checkpoint."""
 
 import time
 from dataclasses import dataclass, replace
@@ -45,10 +45,10 @@ def install(gpu: fake_cuda.Gpu, rank: int, world_size: int) -> RehearsalMode:
 
 
 def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, float]:
-    """Build the engine and take ``steps`` steps, then copy its tensors as a checkpoint would.
+    """Build the engine and run ``steps`` train steps, then copy its tensors as for a checkpoint.
 
-    Afterwards ``mode`` holds the memory of the whole rehearsal, and waits, traffic and arithmetic of the last
-    step and of the copy. The result has the seconds of each part.
+    Afterwards ``mode`` contains the memory of the whole rehearsal, and waits, traffic and arithmetic of the
+    last step and of the copy. The result is the duration of the build and of each step, in seconds.
     """
     took: dict[str, float] = {}
     options = replace(run.options, reference_model=fake(run.options.reference_model, mode))
@@ -80,5 +80,5 @@ def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, fl
 
 
 def fake(model: Any, mode: RehearsalMode) -> Any:
-    """Return ``model`` with fake weights; None stays None."""
+    """Return ``model`` with fake weights if it is a ``ModelSpec``, or else unchanged."""
     return FakeWeightsModel.of(model, mode) if isinstance(model, ModelSpec) else model

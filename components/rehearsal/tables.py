@@ -21,7 +21,7 @@ LIMITS = (
 
 
 def report(case: Candidate, stage: int, record: Json, steps: int) -> Report:
-    """Return the sections of the last of ``steps`` steps; ``stage`` is the rank's pipeline stage."""
+    """Return the report on the last of ``steps`` steps; ``stage`` is the rank's pipeline stage."""
     memory, estimate = record["memory"], case.memory[stage].total
     waits = [row for row in record["waits"] if row["moment"] != "save"]
     copies = [row for row in record["blocking_copies"] if row["moment"] != "save"]
@@ -73,7 +73,7 @@ def lines(case: Candidate, summary: Config, record: Json) -> dict[str, str]:
 
 
 def traffic_rows(case: Candidate, found: Sequence[Json]) -> list[Config]:
-    """Return calls and bytes of a step by dimension of the mesh, collective and dtype."""
+    """Return calls and bytes of a step by dimension of the mesh, ranks, collective, dtype and moment."""
     names = {
         tuple(ranks): label
         for label, members in reversed(groups(case.layout, case.world_size).items())
@@ -99,7 +99,7 @@ def traffic_rows(case: Candidate, found: Sequence[Json]) -> list[Config]:
 
 
 def communication_rows(case: Candidate, traffic: Sequence[Config]) -> list[Config]:
-    """Return the bytes that a rank sends in a step, and the estimate, by dimension of the mesh."""
+    """Return the bytes that a rank sends in a step, recorded and estimated, by dimension of the mesh."""
     sizes = {label: len(members[0]) for label, members in groups(case.layout, case.world_size).items()}
     work = step_work(case)
     volumes = comm_cost(case.layout, work.size, comm_inputs(case, work)).volumes

@@ -1,4 +1,4 @@
-"""Faster computation of blocks: torch.compile, or liger's fused kernels."""
+"""Checks of torch.compile and of Liger's fused kernels for decoder blocks, and the choice of kernels."""
 
 import sys
 from importlib.util import find_spec
@@ -53,17 +53,21 @@ def has_liger(model: PreTrainedModel) -> bool:
 def choose_kernels(
     asked: Kernels, model: PreTrainedModel, device: str, *, compiled: bool
 ) -> Literal["torch", "liger"]:
-    """Resolve ``auto``: fused kernels on a GPU, if they exist and torch.compile does not make its own."""
+    """Return the kernels to use, ``asked`` unless it is ``auto``.
+
+    ``auto`` means Liger's kernels on a CUDA GPU if they support the model and torch.compile is not used, or
+    else those of torch.
+    """
     if asked != "auto":
         return asked
     return "liger" if device == "cuda" and not compiled and has_liger(model) else "torch"
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Replace the forward of norms and MLPs of ``model`` by liger's; parameters and their names stay.
+    """Replace the forward of norms and MLPs of ``model`` by Liger's; parameters and their names stay.
 
-    Attention and the head are our own. The rotary embedding is left out because it is a function of the
-    transformers module: replacing it would change other models of the process.
+    Attention and the head are this project's own. The rotary embedding is not replaced, because it is a
+    function of the transformers module: replacing it would change other models of the process.
     """
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 

@@ -68,11 +68,11 @@ class FSDP2(FSDP2Layout):
 
         Raises:
             ConfigError: if the model has no decoder block, or, with ``tp`` above 1, no plan for tensor
-                parallelism; if ``cp``, ``tp`` or ``ep`` ranks cannot split the model or the adapter; if, on
-                several ranks, an update needs all weights at once, or, with ``cpu_offload``, whole weights;
-                if ``optimizer.groups`` do not match the trained weights; if float8 or
-                ``recompute_num_layers`` is not possible; or if this machine cannot compile the model or run
-                the requested kernels.
+                parallelism; if ``cp``, ``tp`` or ``ep`` ranks cannot split the model or the adapter; if an
+                update needs all weights at once and there are several ranks; if an update needs unsharded
+                weights and ``cpu_offload`` is set; if ``optimizer.groups`` do not match the trained weights;
+                if float8 or ``recompute_num_layers`` is not possible; or if this machine cannot compile the
+                model or run the requested kernels.
         """
         check_optimizer(optimizer, world_size, offloads=self.cpu_offload)
         if optimizer.groups:
@@ -94,7 +94,7 @@ class FSDP2(FSDP2Layout):
 
 
 def check_optimizer(optimizer: Optimizer, world_size: int, *, offloads: bool) -> None:
-    """Raise ConfigError if ranks cannot divide the work of ``optimizer``."""
+    """Raise ConfigError if several ranks, or ranks with CPU offload, cannot run ``optimizer``."""
     if isinstance(optimizer, TorchClass) and world_size > 1:
         optimizer.check_divisible()
     if optimizer.scope == "matrix" and offloads:
@@ -105,7 +105,7 @@ def check_optimizer(optimizer: Optimizer, world_size: int, *, offloads: bool) ->
 
 
 def tensors(model: PreTrainedModel, adapter: LoRA | None) -> list[list[str]]:
-    """Return the names on disk of the trained weights; the experts of a layer are in one list."""
+    """Return the names on disk of the trained weights: a list per parameter, longer if it stacks experts."""
     if adapter is None:
         trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
         return [[name for name, _ in unstack_experts([pair])] for pair in trained]

@@ -16,7 +16,7 @@ from components.engines.shared.ulysses import AllGatherShards, rank_slice
 from components.engines.shared.varlen_attention import attention_kwargs, sequence_spans
 
 BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the largest position of a batch, which not every rank has."""
+"""Rotary embeddings whose frequencies depend on the largest position of a batch, which some ranks lack."""
 
 
 def check(model: PreTrainedModel, cp: int, tp: int) -> None:
@@ -43,16 +43,16 @@ class ModelInput:
     """A micro-batch on the compute device, with the positions of labels and the arguments of attention."""
 
     batch: Batch
-    """Whole rows."""
+    """The micro-batch, with whole rows."""
     label_index: Tensor
     """int64 ``[n]``: the positions of labels among this rank's positions of all rows."""
     attention: Json
-    """Arguments of the model: the boundaries of the sequences in whole rows."""
+    """Arguments of the model for attention: the boundaries of the sequences in whole rows."""
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that share every row. All of them get the same batches and call every method together.
+    """The ranks that share every row. They get the same batches and must make the same calls.
 
     Rows are padded at the end to a multiple of cp; in a packed row the padding is an additional sequence.
     After the all-to-all of attention, rows are whole and in order.
@@ -72,9 +72,9 @@ class ContextParallel:
         return rank_slice(F.pad(values, (0, padding), value=fill), self.cp, self.group.rank())
 
     def gather(self, values: Tensor | None, length: int) -> Tensor | None:
-        """Gather ``[B, L]`` of every rank to ``[B, length]`` without padding, on every rank; None stays None.
+        """Gather ``[B, L]`` of every rank to ``[B, length]`` without padding, on every rank.
 
-        Differentiable if every rank computes the same function of the result.
+        None is returned as None. Differentiable if every rank computes the same function of the result.
         """
         if values is None or self.cp == 1:
             return values

@@ -1,4 +1,4 @@
-"""The FSDP2 engine: sharded weights, with sums divided once per step."""
+"""The FSDP2 engine: weights are sharded, and sums are divided once per step."""
 
 import gc
 import logging
@@ -55,9 +55,10 @@ class FSDP2Engine(TrainStepEngine):
     """Implementation of ``components.contracts.engine.Engine`` with ``torch.distributed.fsdp.fully_shard``.
 
     All ranks build it together, inside a process group. Weights are read from ``model`` by their Hugging Face
-    names. The reference model is a second copy of the initial weights or ``reference_model`` (``frozen``), or
-    the model without its adapter (``adapter_off``). ``weights`` are the trained parameters. Frozen parameters
-    have no gradient and no moments, and are not in checkpoints.
+    names. If ``options.reference`` is ``frozen``, the reference model is a second copy of the initial
+    weights, or ``reference_model``; if it is ``adapter_off``, it is the model without its adapter.
+    ``weights`` are the trained parameters. Frozen parameters have no gradient and no moments, and are not in
+    checkpoints.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class FSDP2Engine(TrainStepEngine):
                 self.sums.add(output, counts)
 
     def reduce_gradients(self) -> None:
-        """Do nothing: the last micro-batch of every call has reduced them."""
+        """Do nothing: the last micro-batch of ``train_microbatches`` has reduced the gradients."""
 
     def divide_gradients(self, divisor: float) -> None:
         torch._foreach_div_([local_shard(g) for g in self._gradients()], divisor)
@@ -305,7 +306,10 @@ class FSDP2Engine(TrainStepEngine):
         return TokenStats(*found[:number]), list(found[number:])
 
     def _prepare_fsdp(self, *, last: bool) -> None:
-        """Set FSDP's options for the next backward pass; ``last`` means that it is the last of a call."""
+        """Set FSDP's options for the next backward pass.
+
+        ``last`` means that it is the last one of a call of ``train_microbatches``.
+        """
         reduces = last or self.layout.reduce_gradients == "every"
         for module in fsdp_modules(self.scorer):
             module.set_requires_gradient_sync(reduces, recurse=False)

@@ -20,14 +20,16 @@ from components.engines.fsdp2.layout import FSDP2Layout
 from components.models.hf_private import block_names
 
 MULTIPLE = 16
-"""A product in float8 needs numbers of rows and columns that are multiples of this."""
+"""Number of which the rows and columns of a matrix in a float8 product must be multiples."""
 
 
 def check(model: PreTrainedModel, layout: FSDP2Layout, adapter: LoRA | None, shards: int) -> None:
     """Check that linear layers of ``model`` can compute in float8, with weights on ``shards`` ranks.
 
     Raises:
-        ConfigError: if torchao is missing, or a part of the run does not support float8.
+        ConfigError: if torchao is missing; if ``layout`` has tensor parallelism; if ``adapter`` quantises or
+            is DoRA; if no linear layer has fitting sizes; or if ``fp8_all_gather`` is set with another recipe
+            than ``tensorwise``, with ``cpu_offload``, or with ``shards`` that do not divide all rows.
     """
     fitting, gathers = float8_linears(model).values(), layout.fp8_all_gather
     installed = find_spec("torchao") is not None
@@ -73,10 +75,11 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
 def convert(model: PreTrainedModel, layout: FSDP2Layout, device: str) -> Json:
     """Convert linear layers of ``model`` (on the meta device) to torchao's, before ``fully_shard``.
 
-    Their parameters and names stay. On a CPU, products are of the rounded values in fp32.
+    Their parameters and names stay. On a CPU, float8 is emulated: the rounded values are multiplied in fp32.
 
     Returns:
-        A description, with the linear layers and experts that stay in bf16, each once for all blocks.
+        A description, which includes the linear layers and experts that stay in bf16, with ``*`` for the
+        number of the block.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # here, because it is optional
 
@@ -101,8 +104,8 @@ def convert(model: PreTrainedModel, layout: FSDP2Layout, device: str) -> Json:
 def update_scales(model: nn.Module) -> None:
     """Compute the scales of all sharded weights with one all-reduce; collective.
 
-    Otherwise each all-gather of a weight would include an all-reduce of its own. This function must be
-    called after each change of weights.
+    Without this call, each all-gather of a weight would include an all-reduce of its own. The call is
+    necessary after each change of weights.
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -1,4 +1,4 @@
-"""FSDP's state between passes: gathered weights and gradients that are not reduced yet."""
+"""Functions that free FSDP's state between passes: gathered weights, and gradients not reduced yet."""
 
 from collections.abc import Iterator
 
@@ -13,16 +13,16 @@ def fsdp_modules(scorer: nn.Module) -> Iterator[FSDPModule]:
 
 
 def release(scorer: nn.Module) -> None:
-    """Free the gathered weights left by a forward pass without backward, which updates would not change."""
+    """Free the gathered weights left by a forward pass without backward: an update does not change them."""
     for module in fsdp_modules(scorer):
         module.reshard()
 
 
 def discard_iteration(scorer: nn.Module) -> None:
-    """Discard a forward or backward that did not finish, and all gradients not reduced yet.
+    """Discard a forward or backward pass that did not finish, and all gradients not reduced yet.
 
-    FSDP's own reset keeps what ``set_requires_gradient_sync(False)`` has accumulated in the unsharded
-    parameters, which no public call can drop.
+    FSDP's own reset keeps the gradients that ``set_requires_gradient_sync(False)`` has accumulated in the
+    unsharded parameters, and no public call can drop these.
     """
     assert isinstance(scorer, FSDPModule)
     if not has_run(scorer):

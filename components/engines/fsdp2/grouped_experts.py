@@ -1,7 +1,8 @@
 """The experts of an MoE layer, stacked in two tensors and computed together, with expert parallelism.
 
-An expert-parallel rank has E / ep experts. A tensor-parallel rank has rows and columns of their matrices, as
-of a dense MLP. FSDP shards these parts over the ranks that hold the same experts.
+With expert parallelism, a rank has E / ep experts. With tensor parallelism, it has a share of the
+intermediate dimension of each of them, as of a dense MLP. FSDP shards these parts over the ranks that hold
+the same experts.
 """
 
 from collections.abc import Collection, Iterator
@@ -129,7 +130,7 @@ class GroupedExperts(nn.Module):
     # ---- names
 
     def members(self, leaf: str) -> Iterator[ParamView]:
-        """Yield the expert weights of which this rank has a shard in the parameter ``leaf``."""
+        """Yield a view of each expert weight of which this rank has a shard in the parameter ``leaf``."""
         parameter = self.get_parameter(leaf)
         here = shard_slices(parameter)[0]
         by_hidden = parameter.placements[-1] != Shard(0) if isinstance(parameter, DTensor) else False
@@ -164,8 +165,8 @@ class GroupedExperts(nn.Module):
 def group_experts(model: PreTrainedModel, mesh: DeviceMesh, adapter: LoRA | None) -> None:
     """Replace the experts of ``model`` (on the meta device) by ``GroupedExperts`` over ``mesh``.
 
-    They include the layers that ``adapter`` adds to experts. Router biases become buffers, so that they are
-    not optimized, sharded or cast.
+    ``GroupedExperts`` contain the LoRA factors that ``adapter`` adds to experts. Router biases become
+    buffers, so that they are not optimized, sharded or cast.
     """
     targets = frozenset() if adapter is None else frozenset(adapter.targets(model))
     for name, block in moe_blocks(model).items():
@@ -194,9 +195,9 @@ def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
 class ExpertAdapter(nn.Module):
     """LoRA factors of the experts of a layer.
 
-    Each adapted projection has two, for example ``lora_A_gate_proj`` ``[E / ep, r, in]`` and
-    ``lora_B_gate_proj`` ``[E / ep, out, r]``. The module is a submodule of the experts and sharded with them.
-    ``tp`` does not split it.
+    Each adapted projection has two factors, for example ``lora_A_gate_proj`` ``[E / ep, r, in]`` and
+    ``lora_B_gate_proj`` ``[E / ep, out, r]``. This module is a submodule of the experts and is sharded with
+    them. Tensor parallelism does not split it.
     """
 
     def __init__(self, kinds: Collection[str], adapter: LoRA, experts: GroupedExperts) -> None:
@@ -214,7 +215,7 @@ class ExpertAdapter(nn.Module):
                 self.register_parameter(f"{name}_{kind}", parameter)
 
     def factors(self, kind: str) -> tuple[Tensor, Tensor] | None:
-        """Return A and B of all experts. None means that there are none, or that they are switched off."""
+        """Return A and B of all experts. None means that ``kind`` is not adapted, or the adapter is off."""
         if kind not in self.kinds or self._disable_adapters:
             return None
         return self.get_parameter(f"lora_A_{kind}"), self.get_parameter(f"lora_B_{kind}")
@@ -224,7 +225,7 @@ class ExpertAdapter(nn.Module):
         return {p: 2 if name.startswith("lora_A") else 1 for name, p in self.named_parameters()}
 
     def members(self, leaf: str) -> Iterator[ParamView]:
-        """Yield the factors of experts of which this rank has a shard in the parameter ``leaf``."""
+        """Yield a view of each expert's factor of which this rank has a shard in the parameter ``leaf``."""
         parameter, (letter, kind) = self.get_parameter(leaf), (leaf[5], leaf[7:])
         whole = not isinstance(parameter, DTensor) or parameter.placements[-1] == Shard(0)
         writes = all(self.mesh.get_local_rank(dim) == 0 for dim in (REPLICATE, *(() if whole else (SHARD,))))

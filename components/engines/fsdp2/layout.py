@@ -9,46 +9,51 @@ class FSDP2Layout:
     """The keys of conf/parallelism/fsdp2.yaml.
 
     ``dp`` ranks share a global batch, and every parameter is sharded over them. With ``dp_replicate`` copies
-    (hybrid sharding) a parameter is sharded over ``dp / dp_replicate`` ranks.
+    of each parameter (hybrid sharding), a copy is sharded over ``dp / dp_replicate`` ranks.
     """
 
     dp: int | None = None
-    """Number of data-parallel ranks. None means ``dp_shard * dp_replicate`` if ``dp_shard`` is given, else as
-    many as fill WORLD_SIZE, else the visible GPUs, else ``default_dp``."""
+    """Number of data-parallel ranks. None means ``dp_shard * dp_replicate`` if ``dp_shard`` is given. If not,
+    it means as many ranks as fill the launcher's WORLD_SIZE, or without a launcher the visible GPUs, or
+    without GPUs ``default_dp``."""
     default_dp: int = 2
-    """Default of ``dp``, rounded up to a multiple of ``dp_replicate``."""
+    """Value of ``dp`` without a launcher and GPUs, rounded up to a multiple of ``dp_replicate``."""
     reshard_after_forward: bool = True
-    """Whether the gathered weights of a block are freed between its forward and its backward."""
+    """Whether the gathered weights of a block are freed between its forward and its backward pass."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recomputation in the backward: nothing, every block, or attention only."""
+    """The part of the model that is recomputed in the backward pass: nothing, every block (``full``), or only
+    attention (``selective``)."""
     recompute_num_layers: int | None = None
     """With ``activation_checkpointing=full``: number of blocks that are recomputed, from the first one of the
     model on. None means all."""
     activation_offloading: bool = False
     """Whether activations of blocks are in host memory between the forward and the backward pass."""
     dp_replicate: int = 1
-    """Number of groups of ranks that each hold a copy of every parameter, and exchange only gradients."""
+    """Number of groups of ranks that each hold a copy of every parameter. These groups exchange only
+    gradients."""
     cp: int = 1
-    """Number of ranks that split every row of a batch by position. Parameters are sharded over them too."""
+    """Number of ranks that split every row of a batch by position, and over which parameters are also
+    sharded."""
     tp: int = 1
-    """Number of ranks that split every matrix and the vocabulary, and process the same rows of a batch."""
+    """Number of ranks that split the matrices of the model, and process the same rows of a batch."""
     cpu_offload: bool = False
-    """Whether shards, gradients and optimizer state are in host memory, where the optimizer runs too."""
+    """Whether shards, gradients and optimizer state are in host memory, and the optimizer runs on the CPU."""
     ep: int = 1
     """Number of neighbouring ranks, among the ``dp / dp_replicate * cp`` ranks of a copy, that split the
     experts."""
     reduce_gradients: Literal["last", "every"] = "last"
-    """The micro-batches of a step after which gradients are reduced. With ``last`` they accumulate in fp32 on
-    every rank for the whole model, with ``every`` only for this rank's shard, and are sent more often."""
+    """The micro-batches of a step after which gradients are reduced. With ``last``, every rank accumulates
+    the gradients of the whole model in fp32. With ``every``, it accumulates only those of its shard, and they
+    are reduced more often."""
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
     """torchao's name of the recipe by which ``run.dtype=fp8`` rounds. The scales of ``tensorwise`` depend on
-    all tokens of a micro-batch. Other recipes scale rows by powers of 2, so that a token is rounded alike in
-    every micro-batch."""
+    all tokens of a micro-batch. Other recipes scale each row by a power of 2, so that the rounding of a token
+    does not depend on the micro-batch."""
     fp8_all_gather: bool = False
     """Whether weights are rounded to float8 before they are gathered."""
     dp_shard: int | None = field(default=None, repr=False)
-    """Number of data-parallel ranks that share one copy of every parameter. None means ``dp / dp_replicate``;
-    ``dp`` is set from it."""
+    """Number of data-parallel ranks that share one copy of every parameter, from which ``dp`` is set. None
+    means ``dp / dp_replicate``."""
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of data-parallel ranks, over which a global batch is split."""
@@ -57,6 +62,6 @@ class FSDP2Layout:
     def gathers_frozen(self, shards: int) -> bool:
         """Return whether FSDP also gathers frozen weights, which are sharded over ``shards`` ranks.
 
-        A single rank has them whole, in the compute dtype: a gathered copy would take as much memory again.
+        A single rank has them in full, in the compute dtype: a gathered copy would take as much memory again.
         """
         return shards > 1 or self.cpu_offload or self.fp8_all_gather

@@ -1,4 +1,4 @@
-"""Insertion of peft's layers into the model, their names on disk, and switching them off."""
+"""Functions that insert peft's layers into a model, name them as on disk, and switch them off."""
 
 import copy
 from collections.abc import Collection, Iterator
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ADDED = (".modules_to_save.default", ".original_module", ".base_layer", ".default")
-"""Parts that peft adds to parameter names. Magnitudes are a module in peft, but a tensor on disk."""
+"""Parts that peft adds to parameter names. The magnitudes of DoRA are a module in peft, but a tensor on
+disk."""
 
 
 def check(adapter: LoRA | None, tp: int) -> None:
     """Check that ``tp`` ranks can split ``adapter``.
 
     Raises:
-        ConfigError: if ``adapter`` has a part that they cannot split.
+        ConfigError: if ``tp`` is above 1, and ``adapter`` is DoRA, quantises, has dropout, or trains modules
+            other than the scalar head in full.
     """
     if adapter is None or tp == 1:
         return

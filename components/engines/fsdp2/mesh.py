@@ -1,4 +1,4 @@
-"""Device meshes of the ranks, and the shards that each of them holds."""
+"""Device meshes of the ranks, and the shards of tensors that each rank holds."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ def make_mesh(device: torch.device, *, dp_replicate: int, cp: int, tp: int) -> D
 
 
 def weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for parameters, which are sharded over dp_shard and cp ranks alike."""
+    """Return the mesh for parameters, which are sharded over both dp_shard and cp ranks."""
     replicate, shard, cp, tp = mesh.shape
     if cp == 1:
         return mesh
@@ -45,13 +45,13 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
 
 
 def mesh_info(mesh: DeviceMesh) -> Json:
-    """Return the size of every dimension and the global rank at every coordinate."""
+    """Return the size of every dimension of ``mesh`` and the global rank at every coordinate."""
     dims = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     return {"dims": dims, "ranks": mesh.mesh.tolist()}
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for ``fully_shard``: one dimension, or two if every shard has copies."""
+    """Return the mesh for ``fully_shard``: one dimension, or two if every shard has replicas."""
     return mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh[REPLICATE, SHARD]
 
 
@@ -62,7 +62,7 @@ def without_wrapper(tensor: Tensor) -> Tensor:
 
 
 def placed_like(shard: Tensor, whole: Tensor) -> Tensor:
-    """Return ``shard`` as this rank's part of a tensor that is placed as ``whole``; they share memory."""
+    """Return a tensor placed as ``whole`` whose local part is ``shard``; they share memory."""
     if not isinstance(whole, DTensor):
         return shard
     # from_local would copy offloaded tensors to the device of the mesh.
@@ -72,7 +72,7 @@ def placed_like(shard: Tensor, whole: Tensor) -> Tensor:
 
 
 def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices of this rank's shard in the whole tensor, empty if it has none."""
+    """Return the slices of this rank's shard in the full tensor, empty ones if the rank has no shard."""
     shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -81,7 +81,7 @@ def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def is_primary_replica(tensor: Tensor) -> bool:
-    """Return whether this rank is the first that holds the shard, so that sums over ranks count it once."""
+    """Return whether this rank is the first that holds its shard, and counts it in sums over ranks."""
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()
@@ -91,7 +91,7 @@ def is_primary_replica(tensor: Tensor) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather the whole tensor on every rank; collective."""
+    """Gather the full tensor on every rank; collective."""
     if not isinstance(tensor, DTensor):
         return tensor
     # One dimension after the other, the innermost last, because torch warns if the order is not given.

@@ -15,8 +15,8 @@ def check(model: PreTrainedModel, *, ep: int, tp: int, ranks: int, adapter: LoRA
 
     Raises:
         ConfigError: if ``ep`` is above 1 and ``model`` has no experts; if ``ep`` or ``tp`` cannot split them;
-            if their parts cannot be sharded; if only some experts of a layer are trained; or if their adapter
-            is not supported.
+            if ``ranks`` cannot shard the parts; if only some experts of a layer are trained; or if the
+            adapter of experts is not supported.
     """
     found = [module for module in model.modules() if isinstance(module, ExpertList)]
     if not found:
@@ -88,9 +88,10 @@ def check_expert_sizes(experts: ExpertList, *, ep: int, tp: int, ranks: int) -> 
 
 
 def check_trained(model: PreTrainedModel) -> None:
-    """Raise ConfigError if only some experts of a layer are trained.
+    """Raise ConfigError if some experts of a layer are trained and others are not.
 
-    They are stacked in two tensors: down projections, and gate and up projections.
+    The experts of a layer are stacked in two tensors, one of all down projections and one of all gate and up
+    projections. Each tensor is trained entirely or not at all.
     """
     for name, block in moe_blocks(model).items():
         experts = list(block.get_submodule("experts").children())

@@ -52,7 +52,7 @@ class RouterHooks(RouterState):
             gate.register_forward_hook(partial(self._attach, layer))
 
     def see(self, batch: Batch) -> None:
-        """Begin a micro-batch, on every rank that shares its rows."""
+        """Begin a micro-batch; every rank that shares its rows calls this method."""
         sequences = self.context.shard(batch.real_sequence_ids(), -1)
         self.tokens, self.seen = RoutedTokens(sequences.reshape(-1), batch.seqlens), {}
 
@@ -61,7 +61,7 @@ class RouterHooks(RouterState):
 
     @torch.no_grad()
     def update_biases(self) -> None:
-        """Update the router biases after a step that was not skipped, equally on every rank."""
+        """Apply the same update to the router biases on every rank, after a step that was not skipped."""
         for layer, gate in enumerate(self.gates):
             if (change := self.bias_change(layer)) is not None:
                 gate.get_buffer(BIAS).add_(change)
@@ -83,7 +83,7 @@ class RouterHooks(RouterState):
 
 
 def find_routers(lm: PreTrainedModel) -> list[nn.Module]:
-    """Return the routers in the order of layers, none for a model without experts."""
+    """Return the routers in the order of layers; a model without experts has none."""
     names = (name.removesuffix("experts") + "gate" for name in grouped_experts(lm))
     return [lm.get_submodule(name) for name in names]
 
@@ -91,7 +91,7 @@ def find_routers(lm: PreTrainedModel) -> list[nn.Module]:
 def router_scores(gate: nn.Module, logits: Tensor) -> Tensor:
     """Return the scores, float32 ``[T, E]``, with sum 1 for each token.
 
-    DeepSeek's routers, which have biases, use sigmoids.
+    They are the softmax of the logits. For routers with biases (DeepSeek's), they are normalized sigmoids.
     """
     if not hasattr(gate, BIAS):
         return logits.softmax(-1, dtype=torch.float32)

@@ -12,16 +12,16 @@ from components.models.mtp import mtp_layers
 
 
 class MTPHead:
-    """The MTP layers of ``lm`` by depth. This is not a module, because they are already blocks of ``lm``.
+    """The MTP layers of ``lm`` by depth, which are also blocks of ``lm``. So this class is not a module.
 
-    It must be made before anything wraps a block, because it sets the forward pass of the layers,
+    An instance must be created before any block is wrapped, because it sets the forward of the layers to
     ``layer(hidden, embedded, **others)``.
     """
 
     def __init__(self, lm: PreTrainedModel) -> None:
         self.layers = mtp_layers(lm)
         self.seen: Json = {}
-        """Arguments of the last main layer besides hidden states: masks, positions."""
+        """Arguments of the last main layer besides hidden states, such as masks and positions."""
         base = lm.base_model
         for layer in self.layers:
             layer.forward = mtp_forward(layer)
@@ -48,7 +48,7 @@ class MTPHead:
 
 
 def mtp_forward(layer: Any) -> Callable[..., Tensor]:
-    """Return a forward pass of ``layer`` that joins the embeddings of later tokens and ends with the norm."""
+    """Return a forward of ``layer`` that begins by joining later tokens' embeddings and ends with a norm."""
     own = layer.forward
 
     def forward(hidden: Tensor, embedded: Tensor, **others: object) -> Tensor:

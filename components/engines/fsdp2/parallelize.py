@@ -60,7 +60,7 @@ from components.models.scalar_head import has_scalar_head, output_head
 class LogProbModel(nn.Module):
     """A causal language model whose outputs are per-token statistics of the labels instead of logits.
 
-    It is the root FSDP module: the weight of the head is read directly, so no FSDP module below may own it.
+    It is the root FSDP module. The weight of the head is read directly, so no other FSDP module may own it.
     """
 
     lm: PreTrainedModel
@@ -69,7 +69,7 @@ class LogProbModel(nn.Module):
         super().__init__()
         self.lm, self.context, self.further = lm, context, MTPHead(lm)
         self.routing: RouterHooks | None = None
-        """Router hooks. None means that the model has no experts or is not trained."""
+        """Hooks on the MoE routers. None means that the model has no experts or is not trained."""
         self.neftune, self.noise = NO_NOISE, NoisyEmbedding()
         self.vocabulary: VocabularyShard | None = None
         """This rank's rows of the head. None means that there is no tensor parallelism."""
@@ -88,9 +88,9 @@ class LogProbModel(nn.Module):
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of ``TokenStats``, as a tuple because FSDP adds hooks to tensors of a tuple only.
 
-        They are followed by the logps of each input of ``mtp``, one per MTP depth (see ``MTPConfig``). If it
-        is empty, the MTP layers are not computed. The loss is multiplied by ``factor`` before the backward
-        pass.
+        The ``logps`` of each input of ``mtp``, one per MTP depth (see ``MTPConfig``), follow them. If ``mtp``
+        is empty, the MTP layers are not computed. The caller multiplies the loss by ``factor`` before the
+        backward pass.
         """
         own, batch = self.context.shard, given.batch
         length = batch.labels.shape[1]
@@ -138,14 +138,15 @@ class LogProbModel(nn.Module):
             yield self._stats(state, depth, frozenset(), weights).logps
 
     def _embed(self, ids: Tensor) -> Tensor:
-        """Embed ``ids`` for an MTP layer, of which every tensor-parallel rank computes a part."""
+        """Return the embeddings of ``ids`` for an MTP layer, which tensor-parallel ranks may split."""
         embedded: Tensor = self.lm.get_input_embeddings()(ids)
         return embedded if self.vocabulary is None else CopyToTP.apply(embedded, self.vocabulary.group)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters with their names on disk, tied ones once.
+        """Yield the parameters with their names on disk.
 
-        A module that an adapter trains in full occurs twice: the frozen original and the trained copy.
+        Tied parameters occur once. A module that an adapter trains in full occurs twice: the frozen original
+        and the trained copy.
         """
         return ((name_on_disk(name), parameter) for name, parameter in self.lm.named_parameters())
 
@@ -180,12 +181,13 @@ def build_model(
 ) -> LogProbModel:
     """Build the model with ``weights``, sharded over all ``ranks`` block by block.
 
-    Trained parameters have fp32 shards (the master weights), are cast to ``dtype`` for computing, and have
-    their gradients reduced in fp32. Frozen parameters, which with an ``adapter`` are those of the model
-    itself, are stored in ``dtype``, or as the adapter quantises them, but in fp32 if they are the initial
-    factors of PiSSA. The initial values of an adapter may depend on the seed. Peak memory is that of the
-    shards and of this rank's part of one more tensor. A tensor that is quantised is read whole, so that its
-    values do not depend on the number of ranks. PiSSA decomposes whole matrices, one after the other.
+    Trained parameters have fp32 shards (the master weights), are cast to ``options.dtype`` for computing, and
+    have their gradients reduced in fp32. With an adapter, the parameters of the model itself are frozen.
+    Frozen parameters are stored in ``options.dtype`` or as the adapter quantises them, except the initial
+    factors of PiSSA, which are in fp32. The initial values of an adapter may depend on the seed. Peak memory
+    is that of the shards and of this rank's part of one more tensor. A tensor that is quantised is read in
+    full, so that its values do not depend on the number of ranks. PiSSA decomposes full matrices, one after
+    the other.
     """
     dtype, adapter = options.dtype, options.adapter if trainable else None
     # A frozen model saves no activations.
@@ -272,7 +274,7 @@ def apply_fsdp(
 
 
 def shard_dim(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Parameter, int]) -> Shard | None:
-    """Return the dimension that FSDP shards. None means dimension 0: rows, or experts of a stacked tensor.
+    """Return the dimension that FSDP shards. None means dimension 0, of rows or of stacked experts.
 
     For a parameter of stacked experts, ``whole`` has the dimension to shard if ``shards`` does not divide the
     number of experts. Columns are sharded if tensor-parallel ranks have unequal numbers of rows, because
@@ -293,7 +295,7 @@ def shard_dim(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Parameter,
 def apply_ac(block: nn.Module) -> None:
     """Save only the input of a block; the backward pass recomputes the rest, with the same dropout.
 
-    Checkpointing is inside the hooks of FSDP, so that these run once. Parameters keep their names.
+    Checkpointing is inside the hooks of FSDP, so these hooks run only once. Parameters keep their names.
     """
     forward = block.forward
 

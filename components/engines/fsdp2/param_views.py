@@ -17,4 +17,4 @@ class ParamView:
     """Function from the parameter, its gradient or a moment of it to the tensor of this name, which shares
     its memory. The result is a DTensor if other ranks have other parts of it."""
     writes: bool
-    """Whether this rank is the first of those that get the whole tensor when it is gathered."""
+    """Whether this rank is the first of the ranks that get the full tensor when it is gathered."""

@@ -1,4 +1,4 @@
-"""The optimizer of the shards that this rank has."""
+"""An optimizer with elementwise updates over the shards of this rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +18,9 @@ STEP = "step"
 class ShardedOptimizer:
     """A torch optimizer over the local tensors of the trained weights.
 
-    Its updates are per element, so the shards of a weight need no other rank. Given DTensors, torch would
-    first derive the placement of every result, which takes half a second in the first step of a small model.
+    Its updates are per element, so they need no communication. Local tensors are faster than DTensors, for
+    which torch would first derive the placement of every result: half a second in the first step of a small
+    model.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class ShardedOptimizer:
         )
 
     def step(self, lr: float) -> None:
-        """Update the weights in place from their gradients; weights without one are left as they are."""
+        """Update every weight that has a gradient, in place."""
         self._follow()
         for weight, shard in self.shards.items():
             shard.grad = None if weight.grad is None else local_shard(weight.grad)
@@ -49,10 +50,10 @@ class ShardedOptimizer:
 
     @contextmanager
     def evaluating(self) -> Iterator[bool]:
-        """Set the weights to the optimizer's values for evaluation, such as an average, in the context.
+        """Set the weights to the optimizer's values for evaluation, such as an average, within the context.
 
-        Yield whether they changed. They are restored from a copy, because the optimizer's own conversion back
-        would round them.
+        Yield whether the weights changed. At the end they are restored from a copy, because the optimizer's
+        own conversion back would round them.
         """
         if not hasattr(self.optimizer, "eval"):
             yield False
@@ -69,7 +70,7 @@ class ShardedOptimizer:
                 shard.data.copy_(before)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer state that this rank saves, by key of a checkpoint.
+        """Return the optimizer state that this rank saves, by checkpoint key.
 
         It consists of this rank's shards of the moments, which share the optimizer's memory, and of copies of
         the scalars, such as the number of updates, each of shape ``(1,)``.
@@ -82,7 +83,7 @@ class ShardedOptimizer:
 
     @contextmanager
     def loading(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors to read from a checkpoint in place, and take over the numbers at the end."""
+        """Yield tensors that the caller fills from a checkpoint, and at the end set the scalars from them."""
         self._create()
         numbers = self._numbers()
         yield self._moments() | numbers
@@ -94,7 +95,7 @@ class ShardedOptimizer:
                 state[STEP].fill_(numbers[UPDATES].item())
 
     def moment(self, name: str, weight: nn.Parameter) -> Tensor:
-        """Return a moment of ``weight``, placed as the weight is, which shares the optimizer's memory."""
+        """Return a moment of ``weight`` with the weight's placement, in the memory of the optimizer."""
         return placed_like(self.optimizer.state[self.shards[weight]][name], weight)
 
     def _moments(self) -> dict[str, Tensor]:
@@ -102,7 +103,10 @@ class ShardedOptimizer:
         return {f"{kind}/{v.name}": v.slices(self.moment(kind, v.parameter)) for kind, v in views}
 
     def _numbers(self) -> dict[str, Tensor]:
-        """Return copies of the numbers in the state; of our own optimizers, only the number of updates."""
+        """Return copies of the scalars of the state, by checkpoint key.
+
+        For an optimizer that is not a ``TorchClass``, the only one is the number of updates.
+        """
         if self.of_class is not None:
             return self.of_class.numbers()
         counts = [state[STEP] for state in self.optimizer.state.values() if STEP in state]

@@ -23,10 +23,9 @@ def saved_tensors(
     rank: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Return this rank's shards by key, without copying.
+    """Return this rank's shards of the weights and its router biases by checkpoint key, without copying.
 
-    Without ``optimizer`` they are only those of the weights and the router biases, without the optimizer
-    state and the random states.
+    With ``optimizer``, the optimizer state and the random states are included.
     """
     tensors = weight_tensors(weights) | bias_tensors(biases)
     if optimizer is not None:
@@ -42,7 +41,7 @@ def load(
     rank: int,
     device: torch.device,
 ) -> None:
-    """Restore in place a checkpoint written by any number of ranks.
+    """Restore the state in place from a checkpoint that any number of ranks wrote.
 
     A rank whose number did not exist when the checkpoint was written keeps its own random stream.
     """

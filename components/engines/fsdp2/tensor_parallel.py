@@ -1,4 +1,4 @@
-"""Tensor parallelism of a transformers model: how matrices are split, and where ranks all-reduce.
+"""Tensor parallelism of a transformers model: the splits of its matrices, and the all-reduces of ranks.
 
 As in Shoeybi et al. (2019), the projections into attention heads and into the MLP's intermediate size are
 split by output, and the projections back by input. So a rank computes whole heads and whole intermediate
@@ -52,7 +52,7 @@ COLWISE = re.compile(r".*\.self_attn\.([qkv]|q_b|kv_b)_proj|.*\.mlp\.(shared_exp
 ROWWISE = re.compile(r".*\.self_attn\.o_proj|.*\.mlp\.(shared_experts\.)?down_proj")
 VOCABULARY = re.compile(r"model\.embed_tokens|lm_head")
 JOINING = re.compile(r".*\.eh_proj")
-"""Projections that are split by input. Every rank has the whole input and uses its part."""
+"""Projections of MTP layers that are split by input. Every rank has the full input and uses its part."""
 NORM = re.compile(
     r".*\.(input|post_attention|pre_feedforward|post_feedforward)_layernorm|model\.norm|.*\.shared_head\.norm"
 )
@@ -67,10 +67,11 @@ LATENT = re.compile(r".*\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)")
 
 
 def check(model: PreTrainedModel, tp: int, shards: int) -> None:
-    """Check that ``model`` can be split into ``tp`` parts, and these into ``shards``.
+    """Check that ``tp`` ranks can split ``model``, and ``shards`` ranks can shard each part.
 
     Raises:
-        ConfigError: if it cannot.
+        ConfigError: if there is no plan for this kind of model, if ``tp`` does not fit its sizes, or if ranks
+            have unequal numbers of rows of the vocabulary and ``shards`` does not divide the columns.
     """
     if tp == 1:
         return
@@ -160,7 +161,10 @@ def make_rowwise(module: Any, mesh: DeviceMesh) -> None:
 
 
 def replicate(module: Layer, mesh: DeviceMesh) -> None:
-    """Replicate a module whose output feeds different parts on each rank; its gradients are summed."""
+    """Replicate a module whose output enters different parts of the model on each rank.
+
+    Its gradients are summed over ranks.
+    """
     to_dtensors(module, mesh, weight=Replicate(), bias=Replicate())
     module.forward = with_local_weight(module, Partial())
 
@@ -174,14 +178,14 @@ def replicate_scalar_head(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def linears(module: Layer) -> list[nn.Module]:
-    """Return a list with ``module`` if it is a linear layer, or else with those in peft's wrapper."""
+    """Return ``module`` in a list if it is a linear layer, or else the linear layers in peft's wrapper."""
     if not hasattr(module, "base_layer"):
         return [module]
     return [module.base_layer, *module.lora_A.values(), *module.lora_B.values()]
 
 
 def to_dtensors(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
-    """Replace the parameters of ``module`` by DTensors without storage."""
+    """Replace the parameters of ``module`` named in ``placements`` by DTensors on the meta device."""
     for name, placement in placements.items():
         whole = getattr(module, name, None)
         if whole is None:
@@ -222,7 +226,10 @@ def rowwise_local_input(linear: Layer, group: dist.ProcessGroup) -> Callable[[Te
 
 
 def with_local_weight(module: Layer, gradient: Placement | None = None) -> Callable[[Tensor], Tensor]:
-    """Return the module's own forward with local parameters; ``gradient`` as in ``local``."""
+    """Return the module's own forward, computed with the local parts of its parameters.
+
+    ``gradient`` is as in ``local``.
+    """
     forward = module.forward
 
     def on_local(inputs: Tensor) -> Tensor:
@@ -238,9 +245,10 @@ def with_local_weight(module: Layer, gradient: Placement | None = None) -> Calla
 
 
 def vocab_parallel_embedding(embedding: Layer, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Return a forward of ``embedding`` that looks up tokens in this rank's rows and all-reduces.
+    """Return a forward of ``embedding`` that looks up tokens in this rank's rows, and all-reduces the result.
 
-    The lookup is the module's own (Gemma scales the result). Tokens of other ranks are 0 before the sum.
+    The lookup is the module's own (Gemma scales the result). Tokens whose rows are on other ranks are 0
+    before the sum.
     """
     start, rows = first_row(embedding.num_embeddings, group), len(local(embedding.weight))
     if embedding.padding_idx is not None:
@@ -258,12 +266,15 @@ def vocab_parallel_embedding(embedding: Layer, group: dist.ProcessGroup) -> Call
 
 
 def first_row(size: int, group: dist.ProcessGroup) -> int:
-    """Return this rank's first row under ``Shard(0)``: ceil(size / ranks) each, fewer on the last ranks."""
+    """Return the index of this rank's first row under ``Shard(0)`` of ``size`` rows.
+
+    Each rank has ceil(size / ranks) rows, and the last ranks may have fewer.
+    """
     return min(-(-size // group.size()) * group.rank(), size)
 
 
 class CopyToTP(torch.autograd.Function):
-    """Identity before modules that are split over ranks; the backward sums the gradients over ranks."""
+    """Identity before modules that are split over ranks; the backward pass sums the gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -276,7 +287,7 @@ class CopyToTP(torch.autograd.Function):
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """All-reduce of the partial results of the ranks; the backward is the identity."""
+    """All-reduce of the partial results of the ranks; the backward pass is the identity."""
 
     @staticmethod
     def forward(ctx: object, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004

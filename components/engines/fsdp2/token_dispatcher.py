@@ -10,7 +10,8 @@ from torch import Tensor
 class Permute(torch.autograd.Function):
     """Compute ``rows[order // copies]``, with ``order`` a permutation of all copies of all rows.
 
-    With its ``inverse`` the backward pass only gathers, so that its sums are deterministic.
+    With ``inverse``, the inverse of ``order``, the backward pass gathers rows instead of scattering them. So
+    its sums are deterministic.
     """
 
     @staticmethod

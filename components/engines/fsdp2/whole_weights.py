@@ -1,4 +1,4 @@
-"""The weights of FSDP2, sharded between steps, for an optimizer that updates whole weights."""
+"""The weights of FSDP2, sharded between steps, for an optimizer that updates full (unsharded) weights."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -46,13 +46,13 @@ class ShardedWeight(OwnedWeight):
         self._gather("grad", self.view.slices(self.view.parameter.grad))
 
     def _gather(self, field: Literal["data", "grad"], part: Tensor) -> None:
-        """Gather one tensor. Ranks that do not own it free it before the next one is gathered."""
+        """Gather one full tensor. Ranks that are not the owner free it before the next one is gathered."""
         whole = full_tensor(part)
         if self.is_mine:
             setattr(self.parameter, field, whole)
 
     def distribute(self) -> None:
-        """Copy the owner's value into the shards of all ranks, and free it."""
+        """Copy the owner's value into the shards of all ranks, and free the full tensor."""
         shard = self.shard
         whole = self.parameter.data if self.is_mine else torch.empty(shard.shape, device=shard.device)
         if self.group is not None:
@@ -62,6 +62,6 @@ class ShardedWeight(OwnedWeight):
 
 
 def whole_weights(views: Sequence[ParamView]) -> list[ShardedWeight]:
-    """Return the weights of ``views``; collective over the ranks that share them."""
+    """Return a ``ShardedWeight`` for each of ``views``; collective over the ranks that share the weights."""
     groups: Groups = {}
     return [ShardedWeight(view, groups) for view in views]

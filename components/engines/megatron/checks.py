@@ -39,9 +39,9 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *FAMILIES)
 COMPUTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Optional fields of a model configuration, with the only value that the engine supports."""
 ROPE_TYPES = ("default", "linear", "llama3")
-"""Supported types for ordinary attention; these do not scale attention scores."""
+"""Supported ``rope_type`` for ordinary attention; these types do not scale attention scores."""
 LATENT_ROPE_TYPES = (*ROPE_TYPES, "yarn")
-"""Supported types for multi-head latent attention, which does scale its scores."""
+"""Supported ``rope_type`` for multi-head latent attention, in which yarn scales the scores."""
 
 
 def check_keys(layout: Layout) -> None:
@@ -142,10 +142,11 @@ def check_run(
 
 
 def check_mtp(layout: Layout, config: PreTrainedConfig) -> None:
-    """Check that the last pipeline stage can hold the MTP layers, which need an embedding on it.
+    """Check that the last pipeline stage can hold the MTP layers and the embedding that they need.
 
     Raises:
-        ConfigError: if it cannot.
+        ConfigError: if there are several stages, and the model ties embedding and head or the last chunk has
+            no layer.
     """
     count = num_mtp_layers(config)
     if not count or layout.pp == 1:
@@ -181,7 +182,7 @@ def check_device(layout: Layout, device: DeviceKind) -> None:
 
 
 def updates_whole_weights(optimizer: Optimizer) -> bool:
-    """Return whether owners update whole weights, in place of Megatron's own optimizers."""
+    """Return whether full weights are updated by the ranks that own them, not by Megatron's optimizers."""
     return not isinstance(optimizer, AdamW | SGD)
 
 
@@ -335,7 +336,7 @@ def uses_transformer_engine(
 ) -> bool:
     """Return whether layers are those of transformer-engine; ``check_run`` must have passed.
 
-    With ``auto`` its attention must also have a fast kernel for packed sequences.
+    With ``auto``, transformer-engine must also have a memory-efficient kernel for packed sequences.
     """
     if layout.transformer_impl == "local":
         return False
@@ -353,8 +354,8 @@ def why_no_transformer_engine(
 ) -> str | None:
     """Return the reason why transformer-engine cannot compute this run, or None if it can.
 
-    Its attention kernels for packed sequences support only half precision, and neither of our ways to split
-    a sequence over ranks (``cp_comm_type``).
+    Its attention kernels for packed sequences support only half precision, and no ``cp_comm_type`` of this
+    engine to split a sequence over ranks.
     """
     window = getattr(config, "sliding_window", None)
     latent = f"the latent attention of {config.model_type} is computed by local only"

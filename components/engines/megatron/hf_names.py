@@ -1,8 +1,9 @@
 """The mapping from tensors of Megatron's own checkpoint format to Hugging Face tensors.
 
 The keys of ``TABLE`` are those of ``GPTModel.sharded_state_dict``, in which layers are numbered over all
-pipeline stages and gate and up have separate keys (``_w``, ``_v``). They are the same for Megatron's local
-layers and for transformer-engine's, except norms, which the latter keep inside the linear layer that follows.
+pipeline stages and gate and up have separate keys (``_w``, ``_v``). The keys are the same for Megatron's
+local layers and for those of transformer-engine, except the keys of norms, which transformer-engine keeps in
+the linear layer that follows.
 """
 
 import re
@@ -82,7 +83,8 @@ GATE_UP = [
     for part in ("", "experts.{expert}.", "shared_experts.")
 ]
 FUSED = [names for names in TABLE.values() if len(names) > 1] + GATE_UP
-"""Templates of the names fused into one parameter. Gate and up have separate keys only in a checkpoint."""
+"""Templates of the names whose tensors Megatron fuses into one parameter. Gate and up have separate keys only
+in a checkpoint."""
 MEMBERS = [(pattern(member), members) for members in FUSED for member in members]
 PRODUCED = [pattern(name) for name in sorted({name for names in TABLE.values() for name in names})]
 
@@ -100,7 +102,10 @@ def hf_names(key: str) -> tuple[str, ...]:
 
 
 def decoder_key(key: str, num_layers: int) -> str:
-    """Rename MTP layers, which Megatron numbers separately, to layers after the last decoder layer."""
+    """Return ``key`` with its MTP layer, if any, renumbered as a layer after the last decoder layer.
+
+    Megatron numbers MTP layers separately.
+    """
     return MTP_NAMES.sub(lambda found: LAYER.format(layer=num_layers + int(found["depth"])), key)
 
 
@@ -110,7 +115,7 @@ def unknown(names: Iterable[str]) -> list[str]:
 
 
 def fused(names: Iterable[str], *, stacked: bool) -> list[list[str]]:
-    """Group those of ``names`` (Hugging Face parameters) that Megatron fuses into one, such as q, k and v.
+    """Group those ``names`` of Hugging Face parameters that Megatron fuses into one, such as q, k and v.
 
     ``stacked`` means that the experts of a layer are fused too: all gate and up, and all down.
     """

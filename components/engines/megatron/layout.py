@@ -27,11 +27,11 @@ class Layout:
     etp: int = 1
     """Number of expert-tensor-parallel ranks, which split the matrices of every expert."""
     dp: int | None = None
-    """Number of data-parallel ranks. None means as many as fill WORLD_SIZE, else the visible GPUs, else
-    ``default_dp``."""
+    """Number of data-parallel ranks. None means as many as fill the launcher's WORLD_SIZE, or without a
+    launcher the visible GPUs, or without GPUs ``default_dp``."""
     default_dp: int = 1
     sequence_parallel: bool = False
-    """Whether norms and residuals, otherwise replicated over tp ranks, are split over these by position."""
+    """Whether norms and residuals are split over tp ranks by position, instead of replicated."""
     cp_comm_type: Literal["all_gather", "a2a"] = "all_gather"
     """Communication of attention under ``cp``: all-gather of keys and values, or all-to-all of heads."""
     distributed_optimizer: bool = False
@@ -41,8 +41,8 @@ class Layout:
     the first pipeline stage, and at the end of this pass on others, to which Megatron gives one bucket."""
     overlap_param_gather: bool | None = None
     """Whether weights that the distributed optimizer has updated are gathered during the next forward pass.
-    None means yes with ``overlap_grad_reduce``, unless owners update whole weights or the optimizer is in
-    host memory."""
+    None means yes with ``overlap_grad_reduce``, unless the optimizer updates full (unsharded) weights or is
+    in host memory."""
     bucket_size: int | None = None
     """Number of gradient elements per reduction bucket. None means Megatron's default."""
     pipeline_layout: str | None = None
@@ -82,7 +82,8 @@ class Layout:
     def gathers_during_forward(self, *, whole_updates: bool) -> bool:
         """Return ``overlap_param_gather``, or its default.
 
-        ``whole_updates`` means that owners update whole weights, in place of Megatron's own optimizers.
+        ``whole_updates`` means that each full weight is updated by the rank that owns it, in place of
+        Megatron's own optimizers.
         """
         if self.overlap_param_gather is not None:
             return self.overlap_param_gather

@@ -39,7 +39,7 @@ class MoEConfig:
     normalized: bool
     """Whether the scores of a token's chosen experts are normalised to sum to 1."""
     scaling: float = 1.0
-    """Factor applied to the scores of the chosen experts, after any normalisation."""
+    """Factor by which the scores of the chosen experts are multiplied, after any normalisation."""
     groups: int = 1
     """Number of expert groups.
 
@@ -89,7 +89,7 @@ def check_moe(layout: Layout, model: PreTrainedModel, world_size: int) -> None:
     """Check the MoE keys of the layout against the model.
 
     Raises:
-        ConfigError: if a key is set that the model has no use for, or if it does not fit the model's sizes.
+        ConfigError: if a key is set that does not apply to the model, or does not fit the model's sizes.
     """
     experts, kind = read_moe_config(model.config), model.config.model_type
     if experts is None:

@@ -37,7 +37,11 @@ def check_even(pp: int, vpp: int, num_layers: int) -> None:
 
 
 def check_uneven(layout: Layout, num_layers: int) -> None:
-    """Check the given sizes of the first and last stage; the other stages split the rest evenly."""
+    """Check the given sizes of the first and last stage; the other stages split the rest evenly.
+
+    Raises:
+        ConfigError: if the layers of a stage cannot be split into its chunks, or the rest is not divisible.
+    """
     ends = {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
     told = {key: layers for key, layers in ends.items() if layers is not None}
     for key, layers in told.items():
@@ -58,7 +62,11 @@ def check_uneven(layout: Layout, num_layers: int) -> None:
 
 
 def check_layout_string(text: str, pp: int, vpp: int, num_layers: int) -> None:
-    """Check that a layout string has one part per chunk, begins with the embedding and ends with the loss."""
+    """Check that a layout string has one part per chunk and all layers, between the embedding and the loss.
+
+    Raises:
+        ConfigError: if it does not, or if it has an unknown symbol.
+    """
     parts = parse_layout(text)
     if len(parts) != pp * vpp:
         raise ConfigError(
@@ -105,7 +113,7 @@ def add_mtp_layers(text: str | None, number: int) -> str | None:
 
 
 def chunk_layers(layout: Layout, num_layers: int) -> list[list[str]]:
-    """Return for each stage the contents of its chunks: E (the embedding), t (a layer), L (the loss).
+    """Return for each stage the contents of its chunks, such as ``Ett``; see ``parse_layout``.
 
     ``check_stages`` must have passed.
     """

@@ -24,7 +24,7 @@ def has_transformer_engine() -> bool:
 def has_packed_kernel() -> bool:
     """Return whether transformer-engine has a memory-efficient kernel for packed rows on this GPU.
 
-    Such a kernel does not store all attention scores. The fused attention of transformer-engine is one from
-    compute capability 9.0 (Hopper) on, and flash-attn is one on earlier GPUs too.
+    Such a kernel does not store all attention scores. transformer-engine's own fused attention is such a
+    kernel from compute capability 9.0 (Hopper) on. flash-attn is such a kernel on earlier GPUs, too.
     """
     return find_spec("flash_attn") is not None or torch.cuda.get_device_capability() >= (9, 0)

@@ -2,8 +2,9 @@
 
 Hooks (``torch.autograd.graph.saved_tensors_hooks``) receive every tensor that autograd saves; no operator may
 change such a tensor in place afterwards. On a GPU, a second stream copies the tensors of a block to pinned
-memory while the next block computes, and back while the next block's backward pass computes. The host never
-waits for the device here. On a CPU the copies are the tensors themselves.
+host memory during the forward pass of the following block, and back to the GPU during the backward pass of
+that following block. The host never waits for the device here. On a CPU, the copies are the tensors
+themselves.
 """
 
 import weakref
@@ -24,12 +25,15 @@ MIN_BYTES = 1024
 
 @dataclass(eq=False)
 class Saved:
-    """The storage of tensors that autograd has saved, as a vector; it lives as long as the graph needs it."""
+    """The storage of tensors that autograd has saved, as a vector.
+
+    The object exists as long as the autograd graph refers to it.
+    """
 
     group: "Group"
     host: Tensor
     device: Tensor | None
-    """None means that only the copy in host memory exists."""
+    """The storage on the device. None means that only the copy in host memory exists."""
 
 
 @dataclass(eq=False)
@@ -37,12 +41,13 @@ class Group:
     """The activations of one block for one micro-batch."""
 
     previous: "weakref.ref[Group] | None"
-    """The group of the block before it, which is the next one in the backward pass, unless it was freed."""
+    """A weak reference to the group of the preceding block, which is the next one in the backward pass. None
+    means that this is the first block."""
     members: "list[weakref.ref[Saved]]" = field(default_factory=list)
     copied: Any = None
-    """Event after the copies to host memory."""
+    """Event that is recorded after the copies to host memory."""
     fetched: Any = None
-    """Event after the copies back."""
+    """Event that is recorded after the copies back to the device."""
 
     def alive(self) -> list[Saved]:
         return [saved for member in self.members if (saved := member()) is not None]
@@ -68,16 +73,16 @@ class ActivationOffloading:
         """Storages of parameters, which are not copied."""
         self.current: Group | None = None
         self.last: Group | None = None
-        """The group whose copies overlap with the computation of ``current``, and which is still on the
-        device."""
+        """The group before ``current``, which stays on the device while its copies overlap with the
+        computation of ``current``."""
         self.seen: dict[object, Saved] = {}
-        """Storages in ``current``, of which several operators may have saved views."""
+        """Storages in ``current`` by number and dtype, because several operators may save views of one."""
 
     def apply(self, model: nn.Module, blocks: Iterable[nn.Module], others: Iterable[nn.Module] = ()) -> None:
         """Offload the tensors that autograd saves in ``model`` from the first of its ``blocks`` on.
 
-        Parameters are not offloaded. Those of ``blocks`` and of the modules ``others`` may have new storage
-        in each call, because FSDP gathers them.
+        Parameters are not offloaded. The parameters of ``blocks`` and of the modules ``others`` may have new
+        storage in each call, because FSDP gathers them.
         """
         forward = model.forward
 
@@ -156,7 +161,7 @@ class ActivationOffloading:
         return saved.device.as_strided(packed.shape, packed.stride, packed.offset)
 
     def _fetch(self, group: Group) -> None:
-        """Begin copying the tensors of ``group`` that are still needed and not on the device back to it."""
+        """Begin to copy back to the device those tensors of ``group`` that are still needed and not on it."""
         absent = [saved for saved in group.alive() if saved.device is None]
         if not absent:
             return

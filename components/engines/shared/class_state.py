@@ -1,4 +1,4 @@
-"""Saving and loading the state of any ``torch.optim.Optimizer``, which its first update creates."""
+"""Saving and loading the state of any ``torch.optim.Optimizer``; the first update creates this state."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,14 +20,17 @@ class ClassState:
         self.updates = 0
 
     def numbers(self) -> dict[str, Tensor]:
-        """Return copies of all numbers by checkpoint key: float64 ``[1]``."""
+        """Return copies of all scalars of the state, by checkpoint key, as float64 ``[1]``."""
         states = [state for state in self.optimizer.state.values() if state]
         found = {f"optimizer_state/{name}": number(states[0][name]) for name in self.kinds.scalars}
         found |= group_numbers(self.optimizer, self.kinds.group_scalars)
         return found | {UPDATES: number(self.updates)}
 
     def set_numbers(self, numbers: Mapping[str, Tensor]) -> None:
-        """Set all numbers. If they are from before the first update, clear the state of all parameters."""
+        """Set all scalars of the state to those that ``numbers`` returned.
+
+        If they are from before the first update, clear the state of all parameters.
+        """
         self.updates = int(numbers[UPDATES].item())
         if not self.updates:
             self.optimizer.state.clear()
@@ -58,21 +61,24 @@ def create_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Param
 
 
 def group_numbers(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return ``names`` of ``param_groups``, equal in all groups, by checkpoint key, float64 ``[1]``."""
+    """Return the options ``names`` of ``param_groups``, by checkpoint key, as float64 ``[1]``.
+
+    Each of them is equal in all groups.
+    """
     return {f"optimizer_group/{name}": number(optimizer.param_groups[0][name]) for name in names}
 
 
 def set_group_numbers(
     optimizer: torch.optim.Optimizer, names: Iterable[str], numbers: Mapping[str, Tensor]
 ) -> None:
-    """Set the numbers ``names`` of all parameter groups to those that ``group_numbers`` returned."""
+    """Set the options ``names`` of all parameter groups to the values that ``group_numbers`` returned."""
     for group in optimizer.param_groups:
         for name in names:
             group[name] = type(group[name])(numbers[f"optimizer_group/{name}"].item())
 
 
 def set_number(state: dict[str, Any], name: str, value: Tensor) -> None:
-    """Set a number of a parameter's state, which may be a tensor, to what ``number`` returned."""
+    """Set ``state[name]``, a tensor or a Python number, to a value that ``number`` returned."""
     if isinstance(state[name], Tensor):
         state[name].fill_(value.item())
     else:

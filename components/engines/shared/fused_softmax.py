@@ -1,4 +1,4 @@
-"""The softmax of the head in two kernels, which torch.compile makes on a GPU.
+"""The softmax of the logits and its gradient in two GPU kernels, which torch.compile generates.
 
 In eager mode, the logits of a chunk would be read and written about ten times, mostly in fp32. Here they stay
 in their own dtype, are read for the sums, and are then replaced by their gradient.
@@ -18,9 +18,9 @@ from torch import Tensor
 
 @cache
 def is_available(device: str) -> bool:
-    """Return whether torch.compile can make the kernels.
+    """Return whether torch.compile can generate the kernels for the device type ``device``.
 
-    It needs Triton, which needs a C compiler and a GPU of compute capability 7.0 or above.
+    They need Triton, which needs a C compiler and a GPU of compute capability 7.0 or above.
     """
     if device != "cuda" or find_spec("triton") is None or torch.cuda.get_device_capability() < (7, 0):
         return False

@@ -50,13 +50,16 @@ class UsedExpertsOnly(torch.autograd.Function):
 
 
 def per_expert(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
-    """Compute ``grouped`` in a loop. Experts without rows have a gradient of 0."""
+    """Compute the products of ``grouped`` in a loop over the experts.
+
+    The matrix of an expert without rows has a gradient of 0. The host waits for ``loads``.
+    """
     product: Tensor = PerExpert.apply(rows, weight, loads.tolist())
     return product
 
 
 class PerExpert(torch.autograd.Function):
-    """The products of ``per_expert``, written in place, so that no results or gradients are concatenated."""
+    """The products of ``per_expert``, written directly into the whole result or gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, loads: list[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The sums and counts of one train step or of one evaluation."""
+"""Sums of loss terms and metrics, with their counts, over one train step or one evaluation."""
 
 import math
 from collections import defaultdict
@@ -20,22 +20,24 @@ class LossAccumulator:
     """
 
     counts: Mapping[str, int] | None = None
-    """Global counts by term. None means that they are not known before the first forward pass."""
+    """Count of each term over all data ranks and micro-batches. None means that the counts are not known
+    before the first forward pass."""
     main_apart: bool = False
-    """Whether ``reduce`` reports the main term as ``lm_loss`` too, because the model adds terms to the
+    """Whether ``reduce`` also reports the main term, as ``lm_loss``: True if the model adds terms to the
     loss."""
     factor: float = 1.0
-    """Factor of the loss in the backward pass, by which gradients are divided at the end of the step."""
+    """Factor by which the loss is multiplied in the backward pass, and by which gradients are divided at the
+    end of the step."""
     terms: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
     term_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     metrics: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
     metric_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def scaled_loss(self, output: LossOutput) -> Tensor:
-        """Return the scalar for the backward pass: the sum over terms of term * N_main / N_term.
+        """Return the scalar for the backward pass: ``factor`` times the sum of term * N_main / N_term.
 
-        ``N_main`` and ``N_term`` are global counts. The first term is the main one. The sum is multiplied by
-        ``factor``.
+        ``N_main`` and ``N_term`` are global counts. The sum is over all terms, of which the first is the main
+        one.
         """
         main, *others = output.terms.items()
         if not others:
@@ -79,7 +81,9 @@ class LossAccumulator:
 
 
 def global_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
-    """Return the L2 norm over the shards of all ranks of ``group``, a float64 scalar; collective.
+    """Return the L2 norm of the gradients over the shards of all ranks of ``group``, as a float64 scalar.
+
+    Collective over ``group``. None means all ranks.
 
     The sum is in float64, because a float32 sum of 500,000 squares is only accurate to 5e-5. On a GPU, one
     kernel reads many tensors and converts each element, while ``vector_norm`` would copy every gradient to
@@ -93,7 +97,7 @@ def global_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, de
 
 
 def count_zeros(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> int:
-    """Count the zeros in the shards of all ranks of ``group``; collective."""
+    """Count the zeros in the gradient shards of all ranks of ``group``; collective."""
     zeros = torch.zeros((), dtype=torch.int64, device=device)
     for gradient in gradients:
         zeros += (gradient == 0).sum()
@@ -102,6 +106,9 @@ def count_zeros(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, de
 
 
 def clip(gradients: list[Tensor], norm: float, max_norm: float | None) -> None:
-    """Scale gradients whose global norm is ``norm`` down to ``max_norm``, in place. None or 0 means never."""
+    """Scale gradients in place so that their global norm ``norm`` becomes at most ``max_norm``.
+
+    None or 0 means that they are not clipped.
+    """
     if max_norm and gradients and (factor := max_norm / (norm + 1e-6)) < 1:
         torch._foreach_mul_(gradients, factor)

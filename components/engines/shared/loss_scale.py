@@ -14,12 +14,15 @@ KEY = "loss_scale"
 """Key in checkpoints: float64 ``[2]``, the scale and ``LossScale.steps``."""
 GROWTH, BACKOFF = 2.0, 0.5
 SMALLEST = 1.0
-"""Smallest scale, as in Megatron-LM and DeepSpeed. ``torch.amp.GradScaler`` has no smallest scale."""
+"""Minimum of the scale, as in Megatron-LM and DeepSpeed. ``torch.amp.GradScaler`` has no minimum."""
 
 
 @dataclass
 class LossScale:
-    """The scale of the mean loss, changed by the rule of ``torch.amp.GradScaler``, on every rank alike."""
+    """The scale of the mean loss, equal on all ranks and changed by the rule of ``torch.amp.GradScaler``.
+
+    The scale is halved after an overflow, and doubled after ``growth_interval`` steps without overflow.
+    """
 
     value: float
     growth_interval: int
@@ -57,9 +60,9 @@ def scale_tensors(scale: LossScale | None) -> dict[str, Tensor]:
 
 
 def load_scale(path: Path, scale: LossScale | None) -> None:
-    """Read ``scale`` from a checkpoint, or leave it unchanged if the checkpoint contains none.
+    """Set ``scale`` from a checkpoint, or leave it unchanged if the checkpoint contains no loss scale.
 
-    A checkpoint of a run in another dtype contains none.
+    A checkpoint of a run in another dtype contains no loss scale.
     """
     if scale is not None and KEY in saved_keys(path):
         tensors = scale_tensors(scale)

@@ -10,11 +10,11 @@ from torch import Tensor
 from components.contracts.batch import Batch
 
 MAX_TOKENS = {"cpu": 4096, "cuda": 32768, "xpu": 32768, "npu": 32768}
-"""Maximum number of tokens of a merged micro-batch. Only the activations of one block are alive at a time, so
-that on a GPU they take less memory than those of a training micro-batch of a few thousand tokens: with hidden
-size 4096 and intermediate size 14336 about 130 kB per token in bf16, 4 GiB. Larger micro-batches gather
-weights less often and launch fewer kernels. A CPU is not faster with 4,000 or 16,000 tokens than with
-micro-batches of 2,000."""
+"""Maximum number of tokens of a merged micro-batch, by device type. Without gradient, only the activations of
+one block exist at a time. On a GPU they take less memory than those of a training micro-batch of a few
+thousand tokens: with hidden size 4096 and intermediate size 14336, about 130 kB per token in bf16, 4 GiB in
+all. With larger micro-batches, weights are gathered less often and fewer kernels are launched. A CPU is not
+faster with 4,000 or 16,000 tokens than with micro-batches of 2,000."""
 
 
 def group_microbatches(
@@ -22,7 +22,8 @@ def group_microbatches(
 ) -> list[list[Batch]]:
     """Group consecutive micro-batches, equally many per group, with at most ``MAX_TOKENS`` tokens per group.
 
-    The last group may be smaller. If any micro-batch has more tokens or is padded, each is its own group.
+    The last group may be smaller. If any micro-batch has more than ``MAX_TOKENS`` tokens or is padded, every
+    micro-batch is a group of its own.
     Collective: every rank of ``group`` passes the same number of micro-batches and gets the same number of
     groups, because with sharded weights each forward pass is collective.
     """
@@ -36,7 +37,7 @@ def group_microbatches(
 
 
 def largest_number(sizes: Sequence[int], bound: int) -> int:
-    """Return the largest group size, at least 1, for which no group of ``sizes`` sums to above ``bound``."""
+    """Return the largest number of sizes per group, at least 1, with no sum of a group above ``bound``."""
     for number in range(len(sizes), 1, -1):
         sums = (sum(sizes[i : i + number]) for i in range(0, len(sizes), number))
         if all(total <= bound for total in sums):

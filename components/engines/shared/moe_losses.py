@@ -1,8 +1,9 @@
 """Load balancing loss, router z-loss and load statistics of MoE routers, for both engines.
 
 Each MoE layer calls ``MoELosses.attach`` once in its forward pass. The terms are sums over real tokens; their
-gradients enter through the weights of the chosen experts, scaled such that the engine's division of all
-gradients by the main count turns them into means. The host does not wait for the device before the step ends.
+gradients enter through the weights of the chosen experts, scaled such that they become gradients of means
+when the engine divides all gradients by the main count. The host does not wait for the device before the step
+ends.
 """
 
 from abc import ABC, abstractmethod
@@ -45,10 +46,10 @@ class MoELosses:
     """The losses and load counts of the routers of one rank.
 
     ``layers`` is the number of MoE layers of the whole model, of which each rank has some. ``sharing`` is the
-    group of the ranks with other tokens of the same micro-batches, and ``data`` that of the ranks with other
-    tokens of the same global batch, which includes the former. None means that no other rank has such tokens;
-    without the global_batch loss, ``data`` is not used. ``counted`` is False on a rank whose tokens are
-    counted, in the same layers, by another rank that has them too.
+    group of the ranks with other tokens of the same micro-batches, and ``data`` the group of the ranks with
+    other tokens of the same global batch, which includes the ranks of ``sharing``. None means that no other
+    rank has such tokens; without the global_batch loss, ``data`` is not used. ``counted`` is False if another
+    rank has the same tokens in the same layers and counts them.
     """
 
     def __init__(
@@ -157,7 +158,8 @@ class MoELosses:
     def _balance(self, scores: Tensor, tokens: RoutedTokens, real: Tensor, load: Tensor) -> Tensor:
         """Return the sum over real tokens of the dot product of ``load`` and score.
 
-        With ``sequence``, each token has the load of its sequence and is divided by the sequence's length.
+        If ``aux_loss`` is ``sequence``, a token's product is with the load of its own sequence, and is
+        divided by the length of the sequence.
         """
         if self.terms.aux_loss != "sequence":
             return ((scores * real[:, None]).sum(0) * load).sum()
@@ -220,9 +222,9 @@ def expert_load_metrics(loads: Tensor, *, drops: bool) -> dict[str, float]:
     """Return metrics of the load imbalance and of dropped choices from the loads of ``MoELosses.finish``.
 
     ``moe/load_max/<layer>`` and ``moe/load_min/<layer>`` are the tokens of the most and of the least loaded
-    expert, divided by the mean. ``moe/max_violation`` is the maximum of the former over layers, minus 1 (Wang
-    et al., 2024, section 4.1). ``moe/dropped`` is the fraction of dropped choices. Layers are numbered among
-    MoE layers.
+    expert, divided by the mean. ``moe/max_violation`` is the maximum of ``moe/load_max`` over layers, minus 1
+    (Wang et al., 2024, section 4.1). ``moe/dropped`` is the fraction of dropped choices. Layer numbers count
+    only MoE layers.
     """
     tokens, dropped = loads[:, :-1], loads[:, -1]
     even = tokens.mean(-1, keepdim=True).clamp(min=1e-9)
@@ -251,8 +253,8 @@ class RouterState(ABC):
     def begin(self, counts: Mapping[str, int] | None, factor: float = 1.0) -> None:
         """Begin a train step with the global counts of all loss terms, the main term first.
 
-        ``counts`` may be None only if the model adds no terms. The loss is multiplied by ``factor`` in the
-        backward pass.
+        ``counts`` may be None only if the routers add no terms. The engine multiplies the loss by ``factor``
+        in the backward pass.
         """
         strengths = self.routers.terms.coefficients
         if counts is None:
@@ -283,4 +285,4 @@ class RouterState(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Forget the current micro-batch."""
+        """Discard the state of the current micro-batch."""

@@ -1,8 +1,8 @@
 """NEFTune (Jain et al. 2023): uniform noise on the embeddings of train steps, the same in every layout.
 
-The noise of a token is a function of ``run.seed``, the step, the sequence, the position in it and the
-channel, so neither ranks nor micro-batches change it. It lies within ``alpha / sqrt(L * H)`` of 0, for L
-tokens of the sequence and H channels.
+The noise of a token is a function of ``run.seed``, the step, the sequence, the position in the sequence and
+the channel, so it does not depend on the number of ranks or on the micro-batches. Its absolute value is at
+most ``alpha / sqrt(L * H)`` for a sequence of L tokens and H channels.
 """
 
 import math
@@ -31,9 +31,9 @@ class NEFTune:
     seed: int
 
     def noise_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the hash key (int64) and the noise range (float32, times sqrt(H)) of every position.
+        """Return the hash key (int64) and the bound of the noise times sqrt(H) (float32) of every position.
 
-        Both have the shape of ``labels``. The range is 0 on padding.
+        Both have the shape of ``labels``. The bound is that of the absolute value, and is 0 on padding.
         """
         assert batch.sequence_keys is not None, "the data loader numbers the sequences"
         keys = batch.sequence_keys + self.seed
@@ -52,7 +52,7 @@ class NoisyEmbedding:
 
     def __init__(self) -> None:
         self.given: tuple[Tensor, Tensor] | None = None
-        """Keys and ranges from ``NEFTune.noise_of``, in the order of the output. None means no noise."""
+        """Keys and bounds from ``NEFTune.noise_of``, in the order of the output. None means no noise."""
 
     def __call__(self, _module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
         if self.given is None:

@@ -14,7 +14,7 @@ HOST = ("not enough memory", "DefaultCPUAllocator", "Cannot allocate memory")
 
 
 class MicrobatchOutOfMemory(TrainingError):
-    """Error raised if a micro-batch runs out of memory; the message contains its number."""
+    """Error raised if a micro-batch runs out of memory; the message contains the micro-batch's number."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,11 +13,11 @@ def world_size(
 ) -> int:
     """Return the number of ranks of the run: ``model_ranks`` (tp x pp x cp) times dp.
 
-    If dp is None, it is chosen to fill WORLD_SIZE if a launcher started this process, otherwise the visible
-    GPUs. Without GPUs it is ``default_dp``.
+    If ``dp`` is None, it is the largest dp, at least 1, that fits WORLD_SIZE if a launcher started this
+    process, or otherwise the number of visible GPUs. Without a launcher and GPUs, it is ``default_dp``.
 
     Raises:
-        ConfigError: if the sizes do not fit WORLD_SIZE.
+        ConfigError: if a launcher started another number of processes than this number of ranks.
     """
     place = RankInfo.read(environ)
     joined = place.world_size if place.launched else None
@@ -76,8 +76,8 @@ def check_cp(cp: int, tp: int, config: PreTrainedConfig, *, instead: str = "") -
     """Check that the all-to-all of context parallelism can split the heads of a tensor-parallel rank.
 
     Raises:
-        ConfigError: if ``cp`` does not divide them. The message suggests other sizes, or the remedy
-            ``instead``.
+        ConfigError: if ``cp`` does not divide the number of these heads. The message suggests other sizes,
+            and the remedy ``instead`` if it is given.
     """
     heads = config.num_attention_heads // tp
     if heads % cp:

@@ -14,18 +14,19 @@ from components.rank_info import RankInfo
 
 PATIENCE_S = 1800.0
 GRACE_S = 120.0
-"""Seconds by which the timeout of collectives exceeds that of the run's watchdog, which reports more."""
+"""Seconds by which the timeout of collectives exceeds that of the run's watchdog, whose report contains
+more."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 MAPPED_BYTES = 32 << 20
-"""Size from which malloc maps every block by itself; glibc takes no larger value."""
+"""Size in bytes from which malloc maps every block separately; glibc accepts no larger value."""
 
 
 def init_process_group(kind: DeviceKind) -> torch.device:
     """Create the default process group and return this rank's device; every rank calls it.
 
-    Launched ranks (by the runner, torchrun or srun) meet at MASTER_ADDR:MASTER_PORT. The store counts the
-    groups that each rank has joined, and every group has its own key prefix, because the keys of groups that
-    were left remain in the store. A process that was not launched is the only rank and needs no network.
+    Ranks that the runner, torchrun or srun launched meet at MASTER_ADDR:MASTER_PORT. Each call has its own
+    key prefix in the store, with the number of calls of the rank so far, because the keys of earlier groups
+    remain in the store. A process that was not launched is the only rank and needs no network.
     """
     place, device = RankInfo.read(), torch.device("cpu")
     if kind == "cpu":
@@ -54,9 +55,9 @@ def init_process_group(kind: DeviceKind) -> torch.device:
 def joined(kind: DeviceKind, timeout_s: float) -> Iterator[torch.device]:
     """Join the process group and yield the device for building an engine.
 
-    Apply ``set_timeouts`` when the context exits without an error. After a failure, leave the group if this
-    is the only rank, so that a sweep can continue. With other ranks, leaving could wait for them forever, and
-    the process ends anyway.
+    Apply ``set_timeouts`` when the context exits without an error. After an error, destroy the group if this
+    is the only rank, so that a sweep can continue. If there are other ranks, destroying it could wait for
+    them forever, and the process ends anyway.
     """
     device = init_process_group(kind)
     try:
@@ -71,7 +72,7 @@ def joined(kind: DeviceKind, timeout_s: float) -> Iterator[torch.device]:
 def set_timeouts(timeout_s: float) -> None:
     """Set the timeout of every group to ``timeout_s`` plus ``GRACE_S``, at least half an hour.
 
-    Groups created by libraries start with ten minutes on NCCL, whatever the default group has.
+    NCCL groups created by libraries start with ten minutes, whatever the timeout of the default group.
     """
     set_group_timeouts(timedelta(seconds=max(PATIENCE_S, timeout_s + GRACE_S)))
 
@@ -88,12 +89,12 @@ def destroy_process_group() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's malloc reuse blocks below ``MAPPED_BYTES`` instead of returning them to the system.
+    """Make glibc's malloc reuse freed blocks below ``MAPPED_BYTES`` instead of returning them to the system.
 
-    A returned block is mapped and zeroed page by page at its next use, which costs as much as the arithmetic
-    on an activation. Memory freed in a step is kept for the next one, and for later runs of this process.
-    Larger blocks are returned: if they were kept, malloc would split them for smaller blocks, later large
-    blocks would not fit, and the peak could double.
+    A block that was returned is mapped and zeroed page by page at its next use, which costs as much as the
+    arithmetic on an activation. Memory freed in a step is kept for the next step, and for later runs of this
+    process. Larger blocks are returned: if they were kept, malloc would split them for smaller blocks, later
+    large blocks would not fit, and the peak could double.
 
     Return False, without any effect, if the C library has no such option (musl, macOS).
     """

@@ -1,4 +1,4 @@
-"""The layers that are recomputed in the backward pass, with ``activation_checkpointing``."""
+"""The number of layers that ``activation_checkpointing`` recomputes in the backward pass."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,8 +15,8 @@ RECOMPUTED_MORE: Mapping[str, tuple[str, ...]] = {
 def recomputed_share(how: str, first: int | None, chunks: Sequence[int]) -> float:
     """Return the share of layers that are recomputed as a whole: the first ``first`` of every chunk.
 
-    If ``first`` is None, all layers are. The share is 0 unless ``how`` is ``full``. ``chunks`` are the
-    numbers of layers of the chunks; a model without pipelining is one chunk.
+    None means all layers. The share is 0 unless ``how`` is ``full``. ``chunks`` are the numbers of layers of
+    the pipeline's model chunks; a model without pipelining is one chunk.
     """
     if how != "full":
         return 0.0

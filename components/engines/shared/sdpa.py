@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CPU_ROWS = {8: 128, 4: 128, 2: 256}
-"""Number of queries per call, by bytes per element. torch's CPU kernel computes whole blocks of 512 keys,
-including those after the query. For sequences of 40 to 800 tokens, forward and backward took 16 % less time
-in chunks."""
+"""Number of queries per call on a CPU, by bytes per element. torch's CPU kernel computes whole blocks of 512
+keys, including keys after the query. For sequences of 40 to 800 tokens, forward and backward took 16 % less
+time in chunks of queries."""
 
 
 def packed_sdpa(
@@ -23,7 +23,11 @@ def packed_sdpa(
     scale: float | None,
     dropout: float,
 ) -> Tensor:
-    """Run one SDPA per sequence; see ``causal_sdpa`` for ``key_spans`` longer than ``spans``."""
+    """Compute causal attention for a packed row, with one call of ``causal_sdpa`` per sequence.
+
+    ``spans`` and ``key_spans`` are the numbers of queries and keys of each sequence. None means as many keys
+    as queries.
+    """
     key_spans = spans if key_spans is None else key_spans
     # Split, not sliced: the backward of each slice would fill a whole tensor with zeros.
     cuts = ((query, spans), (key, key_spans), (value, key_spans))
@@ -39,8 +43,9 @@ def causal_sdpa(
 
     If there are more keys than queries, the queries are the last tokens of the sequence. ``key`` and
     ``value`` may have fewer heads (GQA). On the CPU, ``CPU_ROWS`` queries at a time are computed, with the
-    keys that at least one of them attends to. On a GPU, keys and values are repeated for GQA, because torch's
-    memory-efficient kernel, the one for fp32, lacks GQA and its fallback saves ``[heads, T, T]``.
+    keys that at least one of them attends to. On a GPU, keys and values are repeated for GQA: torch's
+    memory-efficient kernel, which is used for fp32, does not support GQA, and the fallback saves ``[heads, T,
+    T]``.
 
     Autograd saves the mask of every call. These masks are views of one tensor ``[rows, keys]``, so that for
     fixed ``rows`` memory grows with T and not with its square.

@@ -22,14 +22,14 @@ from components.engines.shared.fused_softmax import stats_dtype
 from components.engines.shared.vocab_parallel import FullVocabulary, Vocabulary, VocabularyShard
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20, "xpu": 512 << 20, "npu": 512 << 20}
-"""Size of the logits of one chunk, which are in fp32 unless they are fused. Every chunk reads and writes the
-whole head gradient once, which is cheap compared to the matmul only if the chunk has many rows; a GPU needs
-more of them. On a CPU at V 128k, 64, 128 and 256 MiB took 3.3, 2.7 and 2.6 s in bf16, 4.6, 4.4 and 4.8 s in
-fp32."""
+"""Size of the logits of one chunk in bytes, by device type. Logits are in fp32 unless the fused kernels are
+used. For every chunk, the full gradient of the head is read and written once, which is cheap compared to the
+matmul only if the chunk has many rows; a GPU needs more rows than a CPU. On a CPU at V 128k, 64, 128 and 256
+MiB took 3.3, 2.7 and 2.6 s in bf16, 4.6, 4.4 and 4.8 s in fp32."""
 
 CPU_ROWS = 512
-"""Maximum number of rows of one chunk. At V 16k, 2048 rows took the same time in fp32 and 8 % more in
-bf16."""
+"""Maximum number of rows of one chunk on a CPU. At V 16k, 2048 rows took the same time in fp32 and 8 % more
+in bf16."""
 
 
 def token_stats(
@@ -43,9 +43,9 @@ def token_stats(
     label_index: Tensor | None = None,
     shard: VocabularyShard | None = None,
 ) -> TokenStats:
-    """Compute the statistics of every labelled position, in the shape of ``labels`` and 0 elsewhere.
+    """Compute the statistics of every labelled position, as tensors in the shape of ``labels``.
 
-    They are float32, or float64 if the inputs are.
+    They are float32, or float64 if the inputs are, and 0 at the other positions.
 
     Args:
         hidden: ``[..., H]``, the output of the last norm. Logits are a matmul in its dtype, then upcast.
@@ -63,7 +63,7 @@ def token_stats(
             its n rows. The gradient of ``hidden`` is only the part from these rows, and the caller sums it
             over the group.
 
-    Without any label the result is zero but still connected to ``hidden`` and ``head_weight``.
+    Without any label, the result is zero, but autograd still connects it to ``hidden`` and ``head_weight``.
     """
     assert hidden.dtype == head_weight.dtype, f"{hidden.dtype} hidden, {head_weight.dtype} head"
     flat = labels.reshape(-1)
@@ -136,7 +136,10 @@ def chunk_size(vocabulary: Vocabulary, device: torch.device, dtype: torch.dtype)
 
 @dataclass(frozen=True)
 class HeadChunking:
-    """Options for computing the head. Tensors are separate arguments, because autograd must see them."""
+    """Options for computing logits and their statistics in chunks of positions.
+
+    Tensors are separate arguments of the autograd functions, because autograd must see them.
+    """
 
     vocabulary: Vocabulary
     chunk_size: int
@@ -157,10 +160,10 @@ class HeadChunking:
     def exponentiate(
         self, logits: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Return ``(sum, logsumexp, logps, others)``, in which ``others`` are other required statistics.
+        """Return ``(total, logsumexp, logps, others)``; ``others`` are the other required statistics by name.
 
-        All are ``[n]``; ``sum`` is that of ``exp(logits - max)`` over the vocabulary. Without fused kernels,
-        ``logits`` become ``exp(logits - max)`` in place.
+        All are ``[n]``; ``total`` is the sum of ``exp(logits - max)`` over the vocabulary. Without fused
+        kernels, ``logits`` become ``exp(logits - max)`` in place.
         """
         chosen = self.vocabulary.select_targets(logits, targets).to(stats_dtype(logits))
         largest, sums = self._fused_sums(logits) if self.fused else self._sums(logits)
@@ -175,7 +178,7 @@ class HeadChunking:
         return total, logsumexp, chosen - logsumexp, found
 
     def _sums(self, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the row maxima over all ranks, and this rank's sums of the required statistics.
+        """Return the row maxima over all ranks, and this rank's sums for the required statistics by name.
 
         ``logits`` become ``exp(logits - max)`` in place.
         """
@@ -202,7 +205,10 @@ def row_max(logits: Tensor) -> Tensor:
 
 
 class Gradients:
-    """Gradients of hidden rows, weight and bias, if needed; the last two are accumulated in fp32."""
+    """Gradients of hidden rows, weight and bias, if needed.
+
+    Those of weight and bias are accumulated in at least fp32.
+    """
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
         self.rows_in, self.weight_in = rows, weight

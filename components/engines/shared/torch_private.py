@@ -49,7 +49,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that is equal for tensors in the same storage, whatever its current size."""
+    """Return a number that is equal for tensors with the same storage, even if the storage was resized."""
     return local_shard(tensor).untyped_storage()._cdata
 
 
@@ -63,15 +63,15 @@ def traced_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def use_count(tensor: Tensor) -> int:
-    """Return the number of C++ references to ``tensor``, of which its Python object is one."""
+    """Return the number of C++ references to ``tensor``, including that of its Python object."""
     return tensor._use_count()  # type: ignore[attr-defined]
 
 
 def clear_dtensor_caches() -> None:
-    """Clear torch's caches of DTensor operations, whose place differs between releases.
+    """Clear torch's caches of DTensor operations, which keep alive the device meshes of earlier runs.
 
-    They keep alive the device meshes of earlier runs of this process. With gloo, each process group of a mesh
-    has a thread that wakes a hundred times a second.
+    With gloo, each process group of a mesh has a thread that wakes a hundred times a second. The names of the
+    caches differ between releases of torch.
     """
     for owner, name in (
         (debug, "_clear_python_sharding_prop_cache"),
@@ -86,7 +86,7 @@ def clear_dtensor_caches() -> None:
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the dict of ``module``'s own parameters, in which callers may replace one by a plain tensor."""
+    """Return the dict of ``module``'s own parameters, whose values callers may replace by plain tensors."""
     return module._parameters
 
 
@@ -102,12 +102,12 @@ def has_cpp_compiler() -> bool:
 
 
 def has_run(root: FSDPModule) -> bool:
-    """Return whether a forward pass of ``root`` has begun, which is when FSDP makes it the root."""
+    """Return whether a forward pass of ``root`` has begun; FSDP marks the root module in the first one."""
     return root._get_fsdp_state()._is_root is not None
 
 
 def reset_iteration(root: FSDPModule) -> None:
-    """Make FSDP forget a forward or backward pass that did not finish."""
+    """Reset the state of FSDP after a forward or backward pass that did not finish."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
@@ -132,6 +132,6 @@ def drop_unreduced(module: FSDPModule) -> None:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups: a list since torch 2.13, one or none before."""
+    """Return the parameter groups of an FSDP state: any number since torch 2.13, at most one before."""
     groups = getattr(state, "_fsdp_param_groups", None)
     return [g for g in (state._fsdp_param_group,) if g] if groups is None else groups

@@ -1,4 +1,4 @@
-"""Train steps and evaluations for every engine, which divide sums and gradients once, at the end."""
+"""Train steps and evaluations of every engine. Sums and gradients are divided once, at the end."""
 
 import math
 import re
@@ -22,10 +22,10 @@ from components.models import ModelSpec
 
 
 class TrainStepEngine(Engine):
-    """An engine that begins, finishes and aborts train steps, and evaluates.
+    """Base class of engines with the methods that begin, finish and abort train steps, and that evaluate.
 
     A subclass sets the attributes, accumulates sums and gradients in ``train_microbatches``, and implements
-    the abstract methods, which every rank calls together.
+    the abstract methods, which all ranks call together.
     """
 
     group: dist.ProcessGroup
@@ -59,7 +59,10 @@ class TrainStepEngine(Engine):
 
     @abstractmethod
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's parts of the gradients by names on disk; no two ranks yield the same part."""
+        """Yield this rank's parts of the gradients with the weights' names on disk.
+
+        No two ranks yield the same part.
+        """
 
     @abstractmethod
     def count_zeros(self) -> int:
@@ -87,7 +90,10 @@ class TrainStepEngine(Engine):
 
     @abstractmethod
     def reference_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's parts of the frozen reference's weights, each with the same part of the model."""
+        """Yield this rank's parts of the frozen reference's weights.
+
+        Each is yielded with the same part of the trained model's weights.
+        """
 
     # ---- the train step
 

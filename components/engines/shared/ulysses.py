@@ -1,8 +1,8 @@
 """Communication between context-parallel ranks, each of which holds a share of every row.
 
-Attention needs whole rows: an all-to-all exchanges positions for a share of the heads, and back (DeepSpeed
-Ulysses, https://arxiv.org/abs/2309.14509). A loss needs whole rows too: the shares of its inputs are
-gathered.
+Attention needs whole rows: one all-to-all exchanges the rank's positions of all heads for all positions of a
+share of the heads, and a second one is its inverse (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509). A
+loss needs whole rows too: the shares of its inputs are gathered.
 """
 
 import math
@@ -25,8 +25,8 @@ def seq_to_heads(
 
     Args:
         query: cp must divide its number of heads; key and value may have fewer heads.
-        heads: the dimension that is split.
-        positions: the dimension that grows.
+        heads: index of the dimension of the heads, which shrinks.
+        positions: index of the dimension of the positions, which grows.
     """
     cp = group.size()
     assert query.shape[heads] % cp == 0, f"{query.shape[heads]} heads a rank do not divide by cp {cp}"
@@ -79,10 +79,10 @@ def head_seq_all_to_all(
 class AllGatherShards(torch.autograd.Function):
     """All-gather ``[B, L]`` to ``[B, cp * L]`` in rank order.
 
-    Every rank computes the same loss from the result, so each already has the whole gradient and takes its
-    own slice: a sum over ranks (the usual backward of an all-gather) would count the loss ``cp`` times. The
-    rank of each slice adds its contribution to the weight gradients, which are summed over data and context
-    ranks.
+    Every rank computes the same loss from the result. So in the backward pass each rank already has the full
+    gradient and takes its own slice: a sum over ranks (the usual backward of an all-gather) would count the
+    loss ``cp`` times. Weight gradients are summed over data and context ranks, and contain the contribution
+    of each slice once.
     """
 
     @staticmethod

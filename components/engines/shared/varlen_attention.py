@@ -34,8 +34,8 @@ ATTENTION_RECOMPUTED = "runner_varlen_recomputed"
 NO_MASK = torch.empty(1, 1, 0, 0)
 """An empty 4-D mask, which transformers passes on unchanged.
 
-Without a mask it would search position_ids for packed sequences in every forward pass, for which the host
-must wait for a GPU.
+Without a mask, transformers would search ``position_ids`` for packed sequences in every forward pass, and the
+host would wait for the result of a GPU.
 """
 
 HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
@@ -43,15 +43,16 @@ HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_
 
 
 HAS_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether ``varlen_attn`` has this option. torch 2.11 computes GQA without it, and 2.13 requires it."""
+"""Whether ``varlen_attn`` has the option ``enable_gqa``. torch 2.11 computes GQA without it, and 2.13
+requires it."""
 
 
 @dataclass
 class SequenceSpans:
     """The lengths of the sequences of a packed row, in host memory.
 
-    They are in an object, because torch.compile would recompile a decoder block for every new list of
-    numbers.
+    They are attributes of an object, because torch.compile would recompile a decoder block for every new list
+    of numbers among its arguments.
     """
 
     queries: list[int]
@@ -72,7 +73,7 @@ def attention_kwargs(batch: Batch, spans: SequenceSpans | None) -> Json:
     """Return the arguments of ``model(...)`` besides input_ids, position_ids and ``use_cache=False``.
 
     With context parallelism, ``batch`` has the whole rows and the caller adds ``context_group``.
-    ``spans`` are the ``sequence_spans`` of the same batch in host memory, read once for all layers.
+    ``spans`` is the result of ``sequence_spans`` for the same batch, computed once for all layers.
     """
     if batch.cu_seqlens is None:
         return {"attention_mask": NO_MASK, "padded": True}
@@ -89,9 +90,10 @@ def attention_kwargs(batch: Batch, spans: SequenceSpans | None) -> Json:
 
 
 def keys_with_prefixes(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the keys of every sequence: its prefix in the preceding sequence, then its own tokens.
+    """Return the boundaries and the positions of the keys of every sequence.
 
-    The host does not wait for the device.
+    The keys are first the prefix, which is the beginning of the preceding sequence, then the sequence's own
+    tokens. The host does not wait for the device.
 
     Returns:
         int32 ``[S + 1]``, the boundaries of the concatenated keys of all sequences; and int64 ``[num_keys]``,
@@ -133,12 +135,14 @@ def attention(
         query: ``[B, heads, T, D]``; key and value may have fewer heads (grouped-query attention), and value
             may have another D, which the result then has too.
         attention_mask: must be None or ``NO_MASK``; padding is on the right, so that no token attends to it.
-        scaling: factor of the scores. None means ``D ** -0.5``.
-        sliding_window: number of tokens, including itself, that a token attends to.
-        cu_seq_lens_q: int32 ``[S + 1]`` with ``max_length_q``, for a packed batch (B = 1).
-        cu_seq_lens_k: with ``key_index``, if sequences attend to prefixes; see ``keys_with_prefixes``.
-            ``max_length_q`` bounds their lengths too.
-        spans: with ``cu_seq_lens_q``, the same lengths in host memory.
+        scaling: factor by which the scores are multiplied. None means ``D ** -0.5``.
+        sliding_window: maximum number of tokens, including itself, that a token attends to. None means no
+            maximum.
+        cu_seq_lens_q: int32 ``[S + 1]``, the boundaries of the sequences of a packed batch (B = 1), given
+            with ``max_length_q`` and ``spans``.
+        cu_seq_lens_k: boundaries of the keys, given with ``key_index`` if sequences attend to prefixes; see
+            ``keys_with_prefixes``. ``max_length_q`` is also the maximum number of keys of a sequence.
+        spans: the lengths of ``cu_seq_lens_q`` and of the keys, in host memory.
         padded: whether each row is one sequence.
 
     Returns:
@@ -188,7 +192,8 @@ def dispatch(
 ) -> tuple[Tensor, None]:
     """Call ``attend`` on whole rows; with ``context_group`` each rank passes and gets its share of positions.
 
-    torch.compile traces only the kernel for packed rows, with the rest of the block as one graph.
+    torch.compile traces ``attend`` only if it is the kernel for packed rows; the decoder block is then one
+    graph.
     """
     options |= {"dropout": dropout, "padded": padded}
     if attend is attention and context_group is None and not padded and has_kernel(query, dropout):
@@ -208,10 +213,10 @@ def untraced(
     *others: Tensor | None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Call ``attend``, with Ulysses' exchanges over ``context_group`` around it.
+    """Call ``attend``, between the two all-to-alls of Ulysses if there is a ``context_group``.
 
-    The activations that ``attend`` then saves have whole rows and a share of the heads, so that recomputing
-    it needs no communication.
+    The activations that ``attend`` saves have whole rows and a share of the heads. So recomputing ``attend``
+    needs no communication.
     """
     if context_group is None:
         return attend(module, query, key, value, *others, **options)
@@ -263,7 +268,8 @@ def varlen_kernel(
     """Compute ``packed_sdpa`` for all sequences in one CUDA kernel.
 
     ``cu_seqlens`` and ``max_seqlens`` each have one entry for the queries and one for the keys.
-    The kernel has one head dimension: narrower values are padded with zeros, whose results are cut off.
+    The kernel needs the same head dimension for keys and values: narrower values are padded with zeros, and
+    the padding of the result is cut off.
     """
     missing = key.shape[-1] - value.shape[-1]
     if missing:
@@ -278,7 +284,10 @@ def varlen_kernel(
 
 
 def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> None:
-    """Refuse a mask: without this function transformers would silently drop the caller's mask."""
+    """Raise AssertionError if the caller of the model passed a mask.
+
+    Without this function, transformers would silently drop the mask.
+    """
     assert attention_mask is None, "pass no attention_mask: boundaries are cu_seq_lens_q or padded=True"
 
 

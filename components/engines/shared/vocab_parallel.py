@@ -17,7 +17,7 @@ from components.engines.shared.torch_private import assert_async
 
 @dataclass(frozen=True)
 class FullVocabulary:
-    """A vocabulary whose head is entirely on this rank, so that nothing is reduced."""
+    """A vocabulary whose head is entirely on this rank, which needs no reductions over ranks."""
 
     size: int
     start = 0
@@ -36,7 +36,7 @@ class FullVocabulary:
         return parts
 
     def select_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return this rank's part of the logits of ``targets``, ``[tokens]``."""
+        """Return the logit of each target, ``[tokens]``, or 0 if another rank holds the target's row."""
         return logits.gather(1, targets[:, None])[:, 0]
 
     def add_to_targets_(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
@@ -48,7 +48,7 @@ class FullVocabulary:
 class VocabularyShard:
     """This rank's rows of the head, with a vocabulary split over ``group``.
 
-    Together the ranks hold every row once, in any order and any split; a rank may hold no row.
+    Each row is on exactly one rank. The shards may have any order and any sizes, including 0.
     """
 
     group: dist.ProcessGroup

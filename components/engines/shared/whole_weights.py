@@ -1,8 +1,8 @@
-"""An optimizer for updates that need whole weights, such as the orthogonalisation of a matrix.
+"""An optimizer for updates that need full (unsharded) weights, such as the orthogonalisation of a matrix.
 
 Every weight has an owner among the ranks that share it. In a step, its gradient is gathered on the owner, the
 owner updates the weight with the optimizer's own class, and every rank receives its part of the result. So
-the ranks divide the work and the state by whole weights; the state is never sharded.
+work and state are distributed over the ranks by weight; the state of a weight is never sharded.
 """
 
 from abc import ABC, abstractmethod
@@ -25,13 +25,13 @@ from components.optimizers import Optimizer, TorchClass, kind_of_state, torch_op
 
 
 class OwnedWeight(ABC):
-    """A weight that is updated whole on its owner. All ranks that share it make every call together."""
+    """A weight that its owner updates unsharded; the methods are collective over the ranks that share it."""
 
     has_gradient: bool = True
     writes: bool = True
     """Whether this rank, if it is the owner, writes the state to checkpoints."""
     owner: int
-    """Number of the owner among the ranks that share the weight; ``WholeWeightOptimizer`` chooses it."""
+    """Index of the owner among the ranks that share the weight, set by ``WholeWeightOptimizer``."""
 
     def __init__(
         self, name: str, shape: torch.Size, device: torch.device, *, place: int, sharers: int
@@ -39,7 +39,7 @@ class OwnedWeight(ABC):
         self.name, self.shape = name, shape
         self.place, self.sharers = place, sharers
         self.parameter = nn.Parameter(torch.empty((0,) * len(shape), device=device))
-        """The whole weight in fp32 on the owner, at least during the update; else empty."""
+        """The full weight in fp32 on the owner, at least during the update; otherwise an empty tensor."""
 
     @property
     def is_mine(self) -> bool:
@@ -51,11 +51,14 @@ class OwnedWeight(ABC):
 
     @abstractmethod
     def distribute(self) -> None:
-        """Copy the owner's value into the parts of all ranks."""
+        """Copy the updated value of the owner into the shards of all ranks that share the weight."""
 
 
 class WholeWeightOptimizer:
-    """A torch optimizer over the whole weights that this rank owns. All ranks make every call together."""
+    """A torch optimizer over the full weights that this rank owns.
+
+    All ranks must make the same calls in the same order.
+    """
 
     def __init__(self, description: Optimizer, weights: Sequence[OwnedWeight]) -> None:
         self.weights = weights
@@ -67,11 +70,11 @@ class WholeWeightOptimizer:
         of_class = description if isinstance(description, TorchClass) else None
         self.group_kinds = of_class.state.group_scalars if of_class else ()
         self.shared = of_class.state.scalars if of_class and of_class.scope == "element" else ()
-        """Names of numbers that are equal for all weights. A checkpoint contains each of them once."""
+        """Names of scalar states that are equal for all weights. A checkpoint contains each of them once."""
         self.updates = 0
 
     def step(self, lr: float) -> None:
-        """Update the weights in place from their gradients; weights without one are left as they are."""
+        """Update every weight that has a gradient, in place."""
         updated = [weight for weight in self.weights if weight.has_gradient]
         for weight in updated:
             weight.gather()
@@ -86,11 +89,14 @@ class WholeWeightOptimizer:
 
     @contextmanager
     def evaluating(self) -> Iterator[bool]:
-        """Yield False, as no weight changes: optimizers with weights for evaluation never use this class."""
+        """Yield False, which means that no weight changed for the evaluation.
+
+        Optimizers with separate weights for evaluation never use this class.
+        """
         yield False
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state that this rank writes, by key of a checkpoint."""
+        """Return the state that this rank writes, by checkpoint key."""
         created = self._create()
         tensors = self._state(weight for weight in self.owned if weight.writes)
         for weight in created:
@@ -99,7 +105,7 @@ class WholeWeightOptimizer:
 
     @contextmanager
     def loading(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors to read from a checkpoint, and take over their values at the end."""
+        """Yield tensors that the caller fills from a checkpoint, and at the end set the state from them."""
         self._create()
         tensors = self._state(self.owned)
         yield tensors
@@ -132,9 +138,9 @@ class WholeWeightOptimizer:
         return f"optimizer_state/{kind}" + f"/{weight.name}" * (kind not in self.shared)
 
     def _create(self) -> list[OwnedWeight]:
-        """Make the optimizer create missing states, by an update of zero weights with zero gradients.
+        """Create the missing states by an update of zero weights with zero gradients.
 
-        Return the weights whose state is new.
+        Return the weights whose state is new. The values of the weights do not change.
         """
         new = [weight for weight in self.owned if not self._of(weight).get(weight.parameter)]
         kept = [weight.parameter.data for weight in new]
@@ -158,7 +164,7 @@ def owners(weights: Iterable[tuple[int, int]]) -> list[int]:
         weights: for each weight, the number of ranks that share it and the number of its elements.
 
     Returns:
-        For each weight, the number of its owner among the ranks that share it, the same on all of them.
+        For each weight, the index of its owner among the ranks that share it, the same on all of them.
     """
     each = list(weights)
     loads: dict[int, list[int]] = {}

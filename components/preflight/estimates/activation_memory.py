@@ -89,7 +89,7 @@ class BlockActivations:
     """Bytes that a norm saves per element: its input in fp32 and, if the weight is trained, its result before
     the multiplication by the weight."""
     normed_heads: int
-    """Width of queries and keys with their own norms, 0 without any."""
+    """Width of queries and keys if they have their own norms, otherwise 0."""
     attended: int
     """Total width of the queries, keys and values that attention saves."""
     result: int
@@ -97,7 +97,7 @@ class BlockActivations:
     heads: int
     mlp: MlpActivations
     latent: int
-    """Latent width of queries, keys and values in multi-head latent attention, else 0."""
+    """Latent width of queries, keys and values in multi-head latent attention, otherwise 0."""
     masks: int
     """Bytes of the attention masks of a micro-batch."""
     norm_gradients: int = 0
@@ -111,7 +111,7 @@ class BlockActivations:
         return replace(self, run=replace(self.run, recompute="none"))
 
     def attention(self, tokens: int) -> int:
-        """Return the bytes that attention saves besides its inputs; selective recomputation avoids them."""
+        """Return the bytes that attention saves besides its inputs, unless recomputation is selective."""
         result = 0 if self.run.has_kernel else self.result * self.run.size
         return tokens * (result + self.heads * FP32) + self.masks
 
@@ -153,7 +153,7 @@ class BlockActivations:
 
 
 def mask_bytes(longest: int, run: RunShape) -> int:
-    """Return the bytes of the mask of one sequence, of which torch's CPU kernel gets a part per call."""
+    """Return the bytes of the mask of one sequence; each call of torch's CPU kernel gets a view of it."""
     rows = CPU_ROWS[run.size]
     return rows * longest * run.size if run.device == "cpu" and longest > rows else 0
 

@@ -23,14 +23,15 @@ def tp_volume(
 ) -> CommVolume:
     """Return the volume of tensor parallelism (Shoeybi et al., 2019) for hidden states of ``num_bytes``.
 
-    Each block has two all-reduces in the forward pass, of the reference too, and two in the backward pass.
-    Sequence parallelism replaces each by an all-gather and a reduce-scatter, which send the same number of
-    bytes (Korthikanti et al., 2022). The embedding has one all-reduce in the forward pass, and the head one
-    in the backward pass; with sequence parallelism, each has half of one in both.
+    Each block has two all-reduces in a forward pass, including that of the reference, and two in the backward
+    pass. Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter, which together
+    send the same number of bytes (Korthikanti et al., 2022). The embedding has one all-reduce in the forward
+    pass, and the head one in the backward pass; with sequence parallelism, the embedding and the head each
+    have an all-gather or a reduce-scatter in both passes.
 
     Args:
         ends: share of the embedding and of the head that a rank holds, 1 without pipelining.
-        repeated: mean number of all-gathers or reduce-scatters of a block that the backward pass does again.
+        repeated: mean number of all-gathers or reduce-scatters of a block that the backward pass repeats.
     """
     # With a frozen embedding, it and the input of the first block need no gradients.
     calls = size.layers * (8 + repeated) + ends * (4 if size.all_trained else 2)
@@ -39,7 +40,7 @@ def tp_volume(
 
 
 def passes_through_blocks(recomputed: float, *, reference: bool) -> float:
-    """Return how often a token passes through a block: forward, backward, recomputed and in the reference.
+    """Return the number of passes through a block: forward, backward, recomputation and the reference's.
 
     ``recomputed`` is the share of the blocks that are recomputed.
     """
@@ -51,8 +52,8 @@ def ulysses_volume(
 ) -> CommVolume:
     """Return the volume of Ulysses context parallelism (Jacobs et al., 2023).
 
-    It exchanges queries, keys, values and outputs in each forward pass, and their gradients in the backward
-    pass.
+    Ulysses exchanges queries, keys, values and outputs in each forward pass, and their gradients in the
+    backward pass.
     """
     width = (2 * size.q_width + 2 * size.kv_width) / tp
     share = tokens / cp * width * itemsize

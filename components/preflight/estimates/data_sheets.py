@@ -7,9 +7,9 @@ class DataSheet(NamedTuple):
     """The data sheet of one GPU."""
 
     memory: int
-    """Memory in GB. A card reports slightly more, which is left to CUDA and NCCL."""
+    """Memory in GB. A card reports slightly more; the difference is left for CUDA and NCCL."""
     link: float
-    """Bytes/s to another GPU of the node in one direction (NVLink, else PCIe 4 x16)."""
+    """Bytes/s to another GPU of the node in one direction, by NVLink or otherwise by PCIe 4 x16."""
     half: float
     """FLOP/s of dense bf16 or fp16 tensor cores."""
     full: float

@@ -65,10 +65,12 @@ class Device:
 def find_device(
     kind: DeviceKind, name: str | None, memory: float | str | None, *, local_ranks: int, dtype: torch.dtype
 ) -> Device:
-    """Return the device ``name``, or if it is None the part of this machine for each of ``local_ranks``.
+    """Return the device of a rank: the GPU ``name``, or one of ``local_ranks`` parts of this machine.
+
+    None as ``name`` means this machine. ``memory`` replaces the size of the memory, unless it is None.
 
     Raises:
-        ConfigError: if the data sheets do not have the device or ``memory`` is not a size.
+        ConfigError: if there is no data sheet of ``name``, or ``memory`` is not a size.
     """
     budget = None if memory is None else parse_size(str(memory))
     if name is not None:
@@ -87,7 +89,11 @@ def find_device(
 
 
 def named(name: str, budget: int | None, dtype: torch.dtype) -> Device:
-    """Return a GPU from the data sheets, which need not be in this machine."""
+    """Return a GPU from the data sheets, which need not be in this machine.
+
+    Raises:
+        ConfigError: if there is no data sheet of ``name``.
+    """
     if name not in GPUS:
         near = difflib.get_close_matches(name.upper(), GPUS, n=1)
         known = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(GPUS))}."
@@ -111,7 +117,10 @@ def parse_size(text: str) -> int:
 
 
 def machine_memory() -> int:
-    """Return the bytes available to this process and its children: memory of the machine or cgroup limit."""
+    """Return the bytes available to this process and its children.
+
+    This is the memory of the machine, or the limit of the cgroup if it is lower.
+    """
     limits = [
         int(text)
         for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -17,7 +17,7 @@ from components.models.scalar_head import output_head
 from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
 
 MEASURE_SECONDS, ROUGH_SECONDS = 0.2, 0.03
-"""Duration of a measurement, for the MFU and for a comparison of dtypes."""
+"""Duration of a measurement in seconds, for the MFU and for a comparison of dtypes."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class MatmulSizes:
     head: float
     """Number of weights of the output head, which only labelled positions need."""
     attention: tuple[tuple[float, float], ...]
-    """For each layer heads x head_dim (the mean of keys and values) and the attention window in tokens."""
+    """For each layer, the width of attention (heads x head_dim, the mean of keys and values) and its window
+    in tokens."""
     frozen_linear: float = 0.0
     """Part of ``linear`` that is frozen and needs no weight gradient."""
     frozen_head: float = 0.0
@@ -111,7 +112,7 @@ def step_flops(sizes: MatmulSizes, stats: BatchStats, forward_only_passes: int =
 
 @cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of one rank, from a data sheet for known GPUs, else measured once.
+    """Return the peak FLOP/s of one rank: from a data sheet for known GPUs, otherwise measured once.
 
     The measurement repeats a square matrix product for 0.2 s with the threads of this process, so on a CPU
     the MFU is the fraction of time that matrix products need at their best speed.
@@ -144,9 +145,10 @@ def peak_name(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of the longest entry contained in ``name``, such as "NVIDIA H100 80GB HBM3".
+    """Return the peak FLOP/s of the GPU ``name``, such as "NVIDIA H100 80GB HBM3", from its data sheet.
 
-    Laptop GPUs have the names of desktop GPUs that are twice as fast, so they are measured instead.
+    The data sheet is that with the longest name contained in ``name``. None means that there is none. Laptop
+    GPUs have none: they have the names of desktop GPUs that are twice as fast.
     """
     words = f" {name.replace('-', ' ')} "
     if " Laptop " in words:

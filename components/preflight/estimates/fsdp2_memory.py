@@ -39,8 +39,8 @@ from components.preflight.estimates.parameter_counts import Cuts, Parameter, own
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
 NORM_GRADIENTS = 5
-"""Tensors in fp32 that exist at once in the backward pass of a norm of transformers: of its squares, their
-mean and its products."""
+"""Number of fp32 tensors that exist at the same time in the backward pass of a norm of transformers:
+gradients of its squares, of their mean and of its products."""
 
 ROUNDING = 2 * FP32 + 1
 """Bytes per value while it is rounded to float8: two copies in fp32, and the result."""
@@ -51,7 +51,7 @@ class BlockParameters:
     """Parameters of a block, or of all modules outside of blocks, in elements except ``quantized_bytes``."""
 
     numel: int
-    """Parameters of one tensor-parallel rank with its experts, trained and frozen, before FSDP's sharding."""
+    """Trained and frozen parameters of one tensor-parallel rank with its experts, before FSDP's sharding."""
     trained: int
     unsharded: int
     """``numel`` with the experts of all ep ranks."""
@@ -67,7 +67,7 @@ class BlockParameters:
     gathers_frozen: bool = True
 
     def gathered(self, size: int) -> int:
-        """Return the bytes of what FSDP gathers for computing in a dtype of ``size`` bytes."""
+        """Return the bytes that FSDP gathers for computing in a dtype of ``size`` bytes."""
         if not self.gathers_frozen:
             return (self.trained + self.initial) * size
         return (self.numel - self.float8) * size + self.float8 + self.quantized_bytes
@@ -163,14 +163,15 @@ def memory(
 class StepMemory:
     """Memory of one rank at the moments of a train step that can be its peak.
 
-    They are in the last micro-batch, whose backward pass reduces the gradients block by block. Gradients of
-    earlier micro-batches are accumulated in fp32: unsharded, or as shards if each of them was reduced.
+    These moments are in the last micro-batch, whose backward pass reduces the gradients block by block.
+    Gradients of earlier micro-batches are accumulated in fp32: unsharded, or as shards if they are reduced
+    after each micro-batch.
     """
 
     weights: ModelParameters
     blocks: tuple[BlockActivations, ...]
     vocabulary: int
-    """Rows of the head on this rank."""
+    """Number of rows of the head on this rank."""
     shards: int
     """Number of ranks that shard a parameter."""
     layout: FSDP2Layout
@@ -180,13 +181,13 @@ class StepMemory:
     offloads_activations: bool
     """Whether activations of blocks are in host memory until their backward pass."""
     tokens: int
-    """Tokens of a micro-batch on this rank."""
+    """Number of tokens of a micro-batch on this rank."""
     labels: int
-    """Labels on this rank, at most: a cp rank may have the end of every sequence of the micro-batch."""
+    """Maximum number of labels on this rank: a cp rank may have the end of every sequence."""
     rounded_width: int = 0
     """Largest number of channels that are rounded to float8 at once. 0 means that none are."""
     rounded_weight: int = 0
-    """Elements of the largest such weight."""
+    """Number of elements of the largest weight that is rounded to float8."""
 
     def between_steps(self, num_moments: int) -> Bytes:
         """Return the bytes between two steps: shards, in fp32 if they are trained."""
@@ -253,7 +254,7 @@ class StepMemory:
         }
 
     def during_embedding(self) -> Bytes:
-        """Return the bytes when the gradient of the embedding, a whole matrix, is computed."""
+        """Return the bytes when the gradient of the embedding, one full matrix, is computed."""
         new = (self.weights.head + self.weights.embedding) * self.size
         return {
             "gathered": self.gathered(()),
@@ -262,7 +263,7 @@ class StepMemory:
         }
 
     def before_root_reduction(self) -> Bytes:
-        """Return the bytes when gradients outside of blocks have been copied to the buffer of their sum."""
+        """Return the bytes when gradients outside of blocks have been copied to the reduction buffer."""
         root = self.weights.root
         return {
             "gradients": self.sharded_grads(0) + (self.accumulated_grads([root]) or root.trained * self.size),
@@ -272,7 +273,7 @@ class StepMemory:
     def during_root_reduction(self) -> Bytes:
         """Return the bytes when gradients outside of blocks are reduced.
 
-        With unsharded replicas, a copy of them is divided, which takes a second buffer.
+        If the replicas are not sharded, a copy of these gradients is divided, which takes a second buffer.
         """
         root = self.weights.root.trained * FP32
         return {
@@ -283,7 +284,7 @@ class StepMemory:
     def during_reference(self, weights: ModelParameters, *, gathers: bool = True) -> Bytes:
         """Return the bytes of a pass without gradient through ``weights``, which merges micro-batches.
 
-        Without ``gathers`` FSDP does not gather these weights.
+        ``gathers`` is whether FSDP gathers these weights.
         """
         joined = largest_number([self.tokens] * self.num_microbatches, MAX_TOKENS[self.run.device])
         chunks = head_activations(joined * self.labels, self.hidden, self.vocabulary, self.run, trained=False)
@@ -317,8 +318,9 @@ class StepMemory:
     def saved(self, num_blocks: int, resident: int) -> int:
         """Return the bytes of activations of the first ``num_blocks`` blocks on the device.
 
-        If activations are offloaded, only those of the last ``resident`` blocks are there: of the current
-        block and, in the backward pass, of the one before it, which is copied back meanwhile.
+        If activations are offloaded, only those of the last ``resident`` blocks are there: those of the
+        current block and, in the backward pass, those of the preceding block, which are copied back at the
+        same time.
         """
         first = max(num_blocks - resident, 0) if self.offloads_activations else 0
         return sum(self.saved_by_block[first:num_blocks])
@@ -446,9 +448,10 @@ def block_activations(
 
 
 def dora_products(model: PreTrainedModel, adapter: LoRA) -> int:
-    """Return the elements of all matrices from which peft computes the norms of one weight, at most.
+    """Return the elements of all matrices from which peft computes the norms of one weight.
 
-    They are the identity, the adapter's output for it, this output scaled, and its sum with the weight.
+    The matrices are the identity, the adapter's output for it, this output scaled, and its sum with the
+    weight. The result is the maximum over the weights.
     """
     shapes = adapter.shapes(model)
     sizes = (

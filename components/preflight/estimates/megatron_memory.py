@@ -129,9 +129,9 @@ class StageMemory:
     """Contents of each model chunk, in the letters of ``pipeline_split.chunk_layers``."""
     weights: RankParameters
     blocks: tuple[BlockActivations, ...]
-    """Layers of the stage, or any one layer if it has none."""
+    """Layers of the stage, or one layer of another stage if the stage has none."""
     vocabulary: int
-    """Rows of the head on this rank."""
+    """Number of rows of the head on this rank."""
     layout: Layout
     shards: OptimizerShards
     workload: MicrobatchShape
@@ -152,8 +152,8 @@ class StageMemory:
     def while_built(self) -> Iterator[Bytes]:
         """Yield all bytes when the buffers of the last chunk are allocated.
 
-        Those of dense parameters come first, then those of experts. The distributed optimizer moves
-        parameters into a buffer. Their old memory is freed only after that buffer and the one of their
+        The buffers of dense parameters come first, then those of experts. The distributed optimizer moves
+        parameters into a buffer. Their old memory is freed only after that buffer and the buffer of their
         gradients have been allocated. There is no optimizer state yet.
         """
         if not self.layout.distributed_optimizer:
@@ -219,7 +219,7 @@ class StageMemory:
         }
 
     def during_embedding(self) -> Bytes:
-        """Return the bytes when the gradient of the embedding, a whole matrix, is computed.
+        """Return the bytes when the gradient of the embedding, one full matrix, is computed.
 
         The activations of other micro-batches exist at the same time.
         """
@@ -231,7 +231,7 @@ class StageMemory:
 
     @property
     def between_microbatches(self) -> int:
-        """Bytes of the gradient of a tied head until that of the embedding is added to it."""
+        """Bytes of the gradient of a tied head, until the gradient of the embedding is added to it."""
         together = self.weights.tied and self.holds("E") and self.holds("L")
         return self.weights.embedding * self.size if together else 0
 
@@ -252,9 +252,9 @@ class StageMemory:
     def on_device(self, number: int, layers: int) -> int:
         """Return the bytes of the activations of ``number`` chunks on the device.
 
-        If activations are offloaded, only those of ``layers`` layers are there: of the current layer and, in
-        the backward pass, of the one before it, which is copied back meanwhile. The last layer of the newest
-        of several micro-batches is there, too.
+        If activations are offloaded, only those of ``layers`` layers are there: those of the current layer
+        and, in the backward pass, those of the preceding layer, which are copied back at the same time. If
+        several chunks are in flight, the activations of the last layer of the newest one are there, too.
         """
         if not self.offloads_activations:
             return number * self.saved
@@ -299,12 +299,12 @@ class StageMemory:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on this rank."""
+        """Number of tokens of a micro-batch on this rank."""
         return self.workload.rows * -(-self.workload.length // self.layout.cp)
 
     @property
     def labels(self) -> int:
-        """Labels on this rank, at most: a cp rank may have the end of every sequence of the micro-batch."""
+        """Maximum number of labels on this rank: a cp rank may have the end of every sequence."""
         return min(self.workload.labels, self.tokens)
 
     @property
@@ -430,7 +430,7 @@ def attended(layout: Layout, query: int, both: int, repeated: int | None, *, nor
 def masks_of_a_row(layout: Layout, length: int, run: RunShape) -> int:
     """Return the bytes of the masks of a row.
 
-    If cp ranks gather keys, each has two of ``2 cp`` chunks, which attend to ``2 cp + 1`` chunks together.
+    If cp ranks gather keys, each rank has two of ``2 cp`` chunks, which attend to ``2 cp + 1`` chunks in all.
     """
     if layout.cp == 1 or layout.cp_comm_type == "a2a" or run.has_kernel:
         return mask_bytes(length, run)

@@ -15,7 +15,7 @@ OF_HEADS = ("q_norm", "k_norm")
 
 @lru_cache(maxsize=8)
 def norms_of_a_block(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the names of the norms in the first block, without its prefix."""
+    """Return the names of the norms in the first block, without the names of the modules that hold them."""
     leaves = (name.rpartition(".") for name, _ in model.named_modules() if ".layers.0." in name)
     return tuple(leaf for _, _, leaf in leaves if leaf.endswith("norm"))
 
@@ -38,7 +38,7 @@ def moe_block_numbers(model: PreTrainedModel) -> frozenset[int]:
 
 
 def intermediate_size(config: PreTrainedConfig) -> int:
-    """Return the MLP width, which older models name differently or leave at 4 x the hidden size."""
+    """Return the MLP width, under any of its names in older configurations, or else 4 x the hidden size."""
     names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     found = (getattr(config, name, None) for name in names)
     return next((size for size in found if isinstance(size, int)), 4 * config.hidden_size)
@@ -69,8 +69,8 @@ def moe_activations(
         shared_split: number of ranks that split the matrices of a shared expert.
         hidden_kept: tensors of width H that each copy saves.
         inner_kept: tensors of width I that each copy saves.
-        share: tokens whose K copies the experts of this rank process, relative to the tokens of the rank. It
-            is below 1 if tp ranks hold the same tokens and divide them.
+        share: number of tokens whose K copies the experts of this rank process, divided by the number of
+            tokens of the rank. It is below 1 if tp ranks hold the same tokens and each sends a part of them.
     """
     config = model.config.get_text_config()
     block: Any = next(iter(moe_blocks(model).values()))

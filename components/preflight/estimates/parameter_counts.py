@@ -30,13 +30,13 @@ class Parameter:
     numel: int
     trained: bool
     cut: bool
-    """Whether tensor parallelism splits it."""
+    """Whether tensor parallelism splits the parameter."""
     number: int = 0
-    """Number of experts. 0 means that it is not an expert parameter."""
+    """Number of experts. 0 means that this is not an expert parameter."""
     quantized_bytes: int = 0
-    """Bytes of a 4-bit matrix and its scales. 0 means that it is in fp32 or ``run.dtype``."""
+    """Bytes of a 4-bit matrix and its scales. 0 means that the parameter is in fp32 or ``run.dtype``."""
     initial: bool = False
-    """Whether it is an initial factor of PiSSA, which is frozen in fp32."""
+    """Whether the parameter is an initial factor of PiSSA, which is frozen in fp32."""
 
     @property
     def of_experts(self) -> bool:
@@ -102,7 +102,7 @@ def parameters(model: PreTrainedModel, cuts: Cuts, adapter: LoRA | None = None) 
 
 
 class OwnedState(NamedTuple):
-    """Bytes on the rank that has the most, if every weight is updated as a whole by one rank, its owner."""
+    """Bytes on the rank with the most state, if each full (unsharded) weight is updated by one owner rank."""
 
     weights: int
     moments: int
@@ -111,10 +111,10 @@ class OwnedState(NamedTuple):
 
 
 def owned_state(optimizer: Optimizer, found: Sequence[Parameter], plain: int, experts: int) -> OwnedState:
-    """Distribute whole weights over owners as the engines do, and return the state of the fullest rank.
+    """Distribute full weights over owners as the engines do, and return the state of the fullest rank.
 
-    ``found`` are the weights, with the experts of one rank. A weight is shared by ``plain`` ranks, or by
-    ``experts`` ranks if it is that of an expert.
+    ``found`` are the parameters, with the experts of one rank. A weight is shared by ``plain`` ranks, or by
+    ``experts`` ranks if it belongs to an expert.
     """
     each = [
         (experts if p.of_experts else plain, 4 * p.numel // max(p.number, 1), p.name)

@@ -16,13 +16,13 @@ class MicrobatchShape:
     """Shape of the largest micro-batch of a run."""
 
     rows: int
-    """Rows of a micro-batch."""
+    """Number of rows of the micro-batch."""
     length: int
-    """Tokens of its longest row."""
+    """Number of tokens of its longest row."""
     labels: int
     """Largest number of labelled positions in a micro-batch."""
     num_microbatches: int
-    """Micro-batches per step on one data-parallel rank."""
+    """Number of micro-batches per step on one data-parallel rank."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class CommInputs:
     world_size: int
     dtype: torch.dtype
     tokens: float
-    """Tokens of one data-parallel rank in one step."""
+    """Number of tokens of one data-parallel rank in one step."""
     num_microbatches: int
     reference: bool
     """Whether every step also has a forward pass of the reference."""
     whole_weights: bool = False
-    """Whether the optimizer updates each weight as a whole on one rank, its owner."""
+    """Whether the optimizer updates each full (unsharded) weight on one rank, its owner."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ModelSize:
 
     parameters: int
     trained: int
-    """Number of trained parameters, with an adapter only those of the adapter."""
+    """Number of trained parameters. With an adapter, these are only those of the adapter."""
     layers: int
     hidden: int
     q_width: int
@@ -112,10 +112,12 @@ class CommVolume:
     """Bytes that a rank sends along one dimension of the mesh in one step."""
 
     dimension: str
-    """Dimension of the mesh, ``host`` for copies between GPU and host memory, or any name with ``span``."""
+    """Dimension of the mesh, ``host`` for copies between GPU and host memory, or any name if ``span`` is
+    given."""
     num_bytes: float
     when: Literal["exposed", "overlapped", "at_end"]
-    """Whether the computation waits for it, overlaps with it, or is already over."""
+    """Whether the computation waits for the communication (``exposed``), overlaps with it, or is over before
+    it begins (``at_end``)."""
     span: int | None = None
     """Number of neighbouring ranks that take part. None means the ranks of ``dimension``."""
 
@@ -126,7 +128,7 @@ class StepCost:
 
     volumes: Sequence[CommVolume]
     bubble: float
-    """Fraction of a stage's time idle in the pipeline bubble, 0 without pipelining."""
+    """Fraction of its time that a stage is idle in the pipeline bubble, 0 without pipelining."""
     recomputed: float
     """Share of the blocks that the backward pass recomputes as a whole."""
     recomputes_attention: bool

@@ -53,7 +53,7 @@ def model_size(case: Candidate) -> ModelSize:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Means over steps of sizes and FLOPs, which do not depend on the layout."""
+    """Sizes and FLOPs of a step that do not depend on the layout, as means over several steps."""
 
     size: ModelSize
     sequences: float
@@ -97,11 +97,11 @@ class StepTime:
     compute: float
     """Seconds of computation at the assumed MFU, including recomputation."""
     waiting: float
-    """Seconds of communication within the step or after it that does not overlap with computation."""
+    """Seconds of communication that does not overlap with computation, within or at the end of the step."""
     idle: float
     """Seconds in the pipeline bubble."""
     overlapped: float
-    """Seconds of communication that overlaps with computation; the longer of the two counts."""
+    """Seconds of communication that overlaps with computation and the bubble; the longer of both counts."""
 
     @property
     def total(self) -> float:
@@ -124,7 +124,7 @@ def comm_inputs(case: Candidate, work: StepWork) -> CommInputs:
 
 
 def step_time(case: Candidate, work: StepWork) -> StepTime:
-    """Estimate the time of ``work`` on all ranks plus the ``StepCost`` of the layout."""
+    """Estimate the time of a step: of ``work`` divided over all ranks, and of the layout's ``StepCost``."""
     device = case.device
     cost = comm_cost(case.layout, work.size, comm_inputs(case, work))
     again = cost.recomputed * work.forward + cost.recomputes_attention * work.attention
@@ -140,9 +140,9 @@ def step_time(case: Candidate, work: StepWork) -> StepTime:
 def bandwidth(
     device: Device, dims: Mapping[str, int], dimension: str, neighbours: int | None = None
 ) -> float:
-    """Return the bytes/s between the ranks of ``dimension``, or between ``neighbours`` ranks.
+    """Return the bytes/s between the ranks of ``dimension``, or between ``neighbours`` ranks if given.
 
-    The slowest link between adjacent ranks counts.
+    This is the speed of the slowest link: that of the network if the ranks are on several nodes.
     """
     if dimension == "host":
         return HOST

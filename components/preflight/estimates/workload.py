@@ -15,7 +15,7 @@ LARGEST = 16
 
 @lru_cache(maxsize=64)
 def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> MicrobatchShape:
-    """Return the shape of the largest micro-batch of the first epoch, by tokens.
+    """Return the shape of the micro-batch of the first epoch that has the most tokens.
 
     Without packing, a sample has one row per sequence. The number of labels is the maximum over the
     ``LARGEST`` largest micro-batches.

@@ -1,1 +1,1 @@
-"""Candidate layouts, and what to change when a run does not fit."""
+"""Candidate layouts, and changes with which a run fits in memory."""

@@ -25,7 +25,7 @@ TOLERANCE = 0.15
 
 @dataclass(frozen=True)
 class Candidate:
-    """An experiment with one layout, as far as memory and step time depend on it."""
+    """The properties of an experiment with one layout that determine its memory and step time."""
 
     layout: EngineLayout
     world_size: int
@@ -97,7 +97,10 @@ class Candidate:
 
     @property
     def micro_batches(self) -> list[int]:
-        """Divisors up to 16 of the rows of a data-parallel rank; none if it has no whole number of rows."""
+        """Possible micro-batch sizes: divisors, up to 16, of the number of rows of a data-parallel rank.
+
+        There are none if the data-parallel ranks cannot split the global batch evenly.
+        """
         share, rest = divmod(self.data.global_batch_size, self.dp_size)
         return [] if rest else [size for size in divisors(share) if size <= 16]
 
@@ -127,7 +130,7 @@ class Candidate:
             self.adapter.check(self.model)
 
     def with_layout(self, changes: Config) -> Self:
-        """Return a copy with other keys of the layout and the number of ranks that results.
+        """Return a copy with ``changes`` of the keys of the layout, and the number of ranks that results.
 
         Raises:
             ConfigError: if the keys contradict each other.

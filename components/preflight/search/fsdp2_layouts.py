@@ -34,8 +34,8 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     """Estimate the communication of a step (Rajbhandari et al., 2020, section 7).
 
     The weights are gathered once, or, if blocks are resharded, by each micro-batch for its forward and its
-    backward pass. A reference gathers its own once. Gradients are reduce-scattered in fp32, with the last
-    micro-batch or with each.
+    backward pass. The weights of a reference model are gathered once. Gradients are reduce-scattered in fp32,
+    after the last micro-batch or after each one.
     """
     tokens, itemsize = step.tokens / layout.cp, step.dtype.itemsize
     shards = step.world_size // (layout.dp_replicate * layout.tp)
@@ -48,7 +48,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     gathers = (2 * step.num_microbatches if layout.reshard_after_forward else 1) + step.reference
 
     def spread(whole: float, experts: float) -> float:
-        """Return the elements sent to gather ``whole``, whose ``experts`` are split over ep ranks first."""
+        """Return the elements sent to gather ``whole``, of which ``experts`` are also split over ep ranks."""
         return all_gather_bytes(whole - experts, shards) + all_gather_bytes(
             experts / layout.ep, shards // layout.ep
         )

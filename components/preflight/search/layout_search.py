@@ -26,7 +26,7 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A layout that fits, in its fastest form."""
+    """A mesh with its fastest activation checkpointing and micro-batch size that fit."""
 
     candidate: Candidate
     overrides: tuple[str, ...]
@@ -76,7 +76,10 @@ def meshes(case: Candidate, devices: int) -> Iterator[tuple[str, Config]]:
 
 
 def candidate_on(mesh: tuple[str, Config], case: Candidate) -> tuple[str, Candidate] | None:
-    """Return engine and ``case`` on a mesh with its smallest micro-batch, or None if the mesh is invalid."""
+    """Return the engine, and ``case`` on a mesh with the smallest micro-batch.
+
+    None means that the mesh is invalid.
+    """
     engine, keys = mesh
     try:
         base = replace(case, layout=DEFAULTS[engine]).with_layout(keys)
@@ -87,7 +90,7 @@ def candidate_on(mesh: tuple[str, Config], case: Candidate) -> tuple[str, Candid
 
 
 def variants(base: Candidate) -> list[Candidate]:
-    """Return the variants of a mesh in checkpointing and micro-batch, the least checkpointing first."""
+    """Return variants of ``base`` by activation checkpointing, the least first, and by micro-batch size."""
     return [
         replace(base.with_layout({"activation_checkpointing": kind}), micro_batch_size=size)
         for kind in RECOMPUTED_MORE
@@ -118,7 +121,7 @@ def plan(case: Candidate, devices: int) -> Report:
     """Return the report of the fastest layouts for ``devices``.
 
     Raises:
-        ConfigError: if there are none.
+        ConfigError: if no layout of ``devices`` fits.
     """
     work = step_work(case)
     found = search(case, work, devices)

@@ -77,7 +77,7 @@ def gradients(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> 
     """Estimate the bytes of gradients in fp32, reduced once per step over ``ranks``, and of updated weights.
 
     Expert gradients are reduced over the ranks with the same experts. The distributed optimizer uses a
-    reduce-scatter and gathers the updated weights, except for an optimizer of whole weights.
+    reduce-scatter and gathers the updated weights, except with an optimizer of full (unsharded) weights.
     """
     alike = ranks * layout.tp // (layout.ep * layout.etp)
     split, dealt = layout.tp * layout.pp, layout.ep * layout.etp * layout.pp

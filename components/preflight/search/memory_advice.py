@@ -19,7 +19,7 @@ SHORTEST = 256
 
 @dataclass(frozen=True)
 class Variation:
-    """A variation of a candidate."""
+    """A candidate with some changed keys of the config."""
 
     candidate: Candidate
     overrides: Mapping[str, str]
@@ -37,7 +37,10 @@ class Variation:
 
 
 def check_fits(case: Candidate) -> None:
-    """Raise ConfigError, with the largest part and the cheapest remedies, if a rank lacks memory."""
+    """Raise ConfigError if a rank needs more memory than it has.
+
+    The message contains the largest part of the memory and the cheapest remedies.
+    """
     most = case.peak
     if most.total <= case.memory_budget:
         return
@@ -72,10 +75,11 @@ def describe(change: Variation, case: Candidate, work: StepWork) -> str:
 
 
 def cheapest_fixes(case: Candidate, work: StepWork) -> list[Variation]:
-    """Return at most ``SHOWN`` changes that fit, with different keys each and as few keys as possible.
+    """Return at most ``SHOWN`` changes with which a run fits, with different keys and as few as possible.
 
-    They are ordered by whether they keep the experiment, then whether they keep the number of ranks, then by
-    device time. Changes of several keys are built from the ``KEPT`` changes that are nearest to fitting.
+    Changes that keep the result of training come first, then those that keep the number of ranks, then those
+    with less device time. Changes of several keys are built from the ``KEPT`` changes that are nearest to
+    fitting.
     """
 
     def cost(change: Variation) -> tuple[bool, bool, float]:

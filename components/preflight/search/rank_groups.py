@@ -39,7 +39,7 @@ def along(mesh: Config, members: Sequence[str]) -> list[list[int]]:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as ``0-7``, as ``0 8 .. 56`` (every eighth), else as a full list."""
+    """Format ranks as ``0-7`` or ``0 8 .. 56`` (every eighth) if evenly spaced, otherwise as a full list."""
     steps = {b - a for a, b in itertools.pairwise(ranks)}
     if len(ranks) > 2 and steps == {1}:
         return f"{ranks[0]}-{ranks[-1]}"

@@ -1,8 +1,8 @@
-"""Patches that run unmodified megatron-core on the CPU, on gloo ranks of a machine without a GPU.
+"""Patches for running megatron-core on the CPU, on gloo ranks of a machine without a GPU.
 
-Patches affect the rest of the program as little as possible. Functions of ``torch.cuda``, which raise or do
-nothing without a GPU, are replaced globally. Everything that works without Megatron, like ``torch.zeros`` or
-``Tensor.type``, is replaced only for Megatron's modules and functions.
+Patches affect the rest of the program as little as possible. Functions of ``torch.cuda``, which raise errors
+or do nothing without a GPU, are replaced globally. Functions that the rest of the program uses, such as
+``torch.zeros`` or ``Tensor.type``, are replaced only for Megatron's modules and functions.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @cache
 def install() -> None:
-    """Install the patches once per process, before megatron is used; with CUDA only filter warnings.
+    """Install the patches once per process, before megatron is used; with CUDA, only filter warnings.
 
     Raises:
         AttributeError: if this release of megatron-core lacks a patched symbol; the message names it.

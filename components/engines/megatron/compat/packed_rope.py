@@ -1,7 +1,7 @@
 """The rotary embedding of packed rows with one lookup by position, in place of one slice per sequence.
 
-megatron-core cuts queries and keys into sequences and copies the first rows of its table for each, in every
-layer. These are thousands of calls per micro-batch, and on a GPU a step often waits for the host.
+In every layer, megatron-core cuts queries and keys into sequences, and copies the first rows of its table of
+frequencies for each sequence. These are thousands of calls per micro-batch, for which a GPU often waits.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ _positions = WeakTensorKeyDictionary()
 def remember(cu_seqlens: Tensor, positions: Tensor) -> None:
     """Store ``positions``, which the embedding uses for the row whose boundaries are this ``cu_seqlens``.
 
-    They are int64 ``[L]`` on the model's device, and ``L`` is the length of this rank's share of the row. The
-    entry is kept as long as ``cu_seqlens``.
+    They are int64 ``[L]`` on the model's device, and ``L`` is the length of this rank's share of the row.
+    They are stored as long as the tensor ``cu_seqlens`` exists.
     """
     _positions[cu_seqlens] = positions
 

@@ -40,14 +40,22 @@ class Patch:
 
 
 def install(patches: Iterable[Patch]) -> None:
-    """Install those of ``patches`` that the installed release of megatron-core needs."""
+    """Install those ``patches`` that the installed release of megatron-core needs.
+
+    Raises:
+        AttributeError: if the symbol of such a patch is missing.
+    """
     for patch in patches:
         if patch.applies:
             patch.install()
 
 
 def find(symbol: str) -> tuple[object, str]:
-    """Return the module or class that ``symbol`` is an attribute of, and the attribute's name."""
+    """Return the module or class that ``symbol`` is an attribute of, and the attribute's name.
+
+    Raises:
+        AttributeError: if there is no such module, class or attribute.
+    """
     path, _, name = symbol.rpartition(".")
     try:
         owner = resolve_name(path)
@@ -61,9 +69,9 @@ def find(symbol: str) -> tuple[object, str]:
 
 
 def during(owner: object, name: str, replace: Callable[..., Function]) -> Callable[[Function], Function]:
-    """Return a ``Patch.replace`` that keeps the function but replaces attribute ``name`` of ``owner`` in it.
+    """Return a ``Patch.replace`` that replaces attribute ``name`` of ``owner`` while the function runs.
 
-    The replacement applies only to the calling thread, because another may be writing a checkpoint.
+    The replacement applies only to the calling thread, because another thread may be writing a checkpoint.
     """
 
     def around(function: Function) -> Function:

@@ -32,7 +32,7 @@ RECORDS = {
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not",
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
 }
-"""For each logger, the beginning of the message."""
+"""Name of a logger -> the beginning of the message to drop."""
 
 
 def without(start: str) -> Callable[[logging.LogRecord], bool]:

@@ -35,7 +35,7 @@ class AttentionSpans:
 def full_spans(ends: tuple[int, ...], cp: int, device: torch.device) -> AttentionSpans:
     """Return one piece per sequence of the row; ``order`` is that of all tokens.
 
-    ``ends`` are the start of every sequence in the whole row and the end of the last.
+    ``ends`` are the start of every sequence in the whole row and the end of the last one.
     """
     boundaries = torch.tensor(ends)
     spans = boundaries.diff().tolist()
@@ -50,9 +50,8 @@ def full_spans(ends: tuple[int, ...], cp: int, device: torch.device) -> Attentio
 def ring_spans(ends: tuple[int, ...], cp: int, rank: int, device: torch.device) -> AttentionSpans:
     """Return the two chunks of every sequence that ``rank`` holds, with all keys from the sequence's start.
 
-    Chunk r attends to r + 1 chunks of keys and chunk 2cp - 1 - r to 2cp - r. That is 2cp + 1 chunks on every
-    rank, hardly more than the sequence, so keys are copied about once and no scores between sequences are
-    computed.
+    Chunk r attends to r + 1 chunks of keys and chunk 2cp - 1 - r to 2cp - r. In total every rank copies 2cp +
+    1 chunks of keys, one more than the sequence has. No scores between sequences are computed.
     """
     order = zigzag_order(torch.tensor(ends), cp)
     queries, keys, parts = [], [], []

@@ -2,8 +2,8 @@
 
 Context parallelism gives every rank a zig-zag share: a sequence is cut into ``2 * cp`` chunks and rank r
 holds chunks r and ``2 * cp - 1 - r``, so that causal attention costs every rank the same. Packed sequences
-are cut one by one, padded rows as a whole. Two orders of the same positions are therefore used here: the
-whole row, and the row in rank order, which is the concatenation of the shares of ranks 0, 1, ...
+are cut one by one, padded rows as a whole. So positions have two orders here: that of the whole row, and that
+of the row in rank order, which is the concatenation of the shares of ranks 0, 1, ...
 """
 
 import math
@@ -33,19 +33,20 @@ class CPShard:
     position_ids: Tensor
     """int64 ``[B, L]``; 0 on padding."""
     cu_seqlens: Tensor | None
-    """int32 ``[S' + 1]``, only if packed: the sequence boundaries of the whole aligned row, in which padding
-    at the end counts as one more sequence. It stays on the CPU, where it is read."""
+    """int32 ``[S' + 1]``: the sequence boundaries of the whole aligned row, in which padding at the end
+    counts as one more sequence. The tensor stays on the CPU, where it is read. None means that rows are
+    padded."""
     max_seqlen: int | None
-    """Length of the longest span of ``cu_seqlens`` in tokens, only if packed."""
+    """Length of the longest span of ``cu_seqlens`` in tokens. None means that rows are padded."""
     index: Tensor
     """int64 ``[B, T]``: the index of each position t of the micro-batch in the row in rank order."""
     cp: int
     rank: int
     label_index: Tensor | None = None
-    """int64 ``[n]``: the positions in ``labels.reshape(-1)`` that carry a label. ``to`` sets it."""
+    """int64 ``[n]``: the positions in ``labels.reshape(-1)`` that have a label, set by ``to``."""
 
     def to(self, device: torch.device) -> Self:
-        """Return the row with every tensor except ``cu_seqlens`` on ``device``.
+        """Return this share with every tensor except ``cu_seqlens`` on ``device``.
 
         Positions with a label are found on the host before the copy, because finding them on a device would
         make the host wait.
@@ -77,7 +78,7 @@ def shard_batch(batch: Batch, *, cp: int, rank: int, multiple: int, length: int 
     """Return the share of ``rank``; every rank of ``cp`` must pass the same ``batch``, which is on the CPU.
 
     Args:
-        multiple: a divisor of the length of the whole row.
+        multiple: number that must divide the length of the whole row.
         length: length of the whole row, the same for all rows of a pipeline call. It must be at least
             ``aligned_length``, and a multiple of ``multiple`` and ``alignment(cp)``. None means
             ``aligned_length``.
@@ -106,9 +107,9 @@ def shard_batch(batch: Batch, *, cp: int, rank: int, multiple: int, length: int 
 
 
 def share(values: Tensor, index: Tensor, length: int, fill: float, *, cp: int, rank: int) -> Tensor:
-    """Return the share ``[B, L]`` of ``rank`` of ``values`` ``[B, T]``, with ``fill`` on padding.
+    """Return the part ``[B, L]`` of ``values`` ``[B, T]`` that ``rank`` holds, with ``fill`` on padding.
 
-    The share of one rank without padding is ``values`` itself, which may be in page-locked memory.
+    If there is one rank and no padding, the result is ``values`` itself, which may be in pinned memory.
     """
     if cp == 1 and length == values.shape[1]:
         return values

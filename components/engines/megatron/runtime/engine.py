@@ -307,7 +307,10 @@ class MegatronEngine(TrainStepEngine):
 
     @contextmanager
     def _scorer(self, *, reference: bool) -> Iterator[Sequence[nn.Module]]:
-        """Yield the chunks for ``logps``; as an ``adapter_off`` reference, without adapter and dropout."""
+        """Yield the chunks for ``logps``.
+
+        An ``adapter_off`` reference is the trained model without adapter and dropout.
+        """
         if not reference:
             yield self.chunks
         elif self.options.reference == "adapter_off":

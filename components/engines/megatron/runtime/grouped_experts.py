@@ -52,7 +52,7 @@ class GroupedLinear(nn.Module):
         set_tensor_model_parallel_attributes(self.weight, True, split, 1)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, None]:
-        """Map ``[N, in]``, sorted by expert, to ``[N, out]``; None means that no bias is left to be added."""
+        """Map ``[N, in]``, sorted by expert, to ``[N, out]``; the None is in place of a bias to be added."""
         stacked = self.weight.unflatten(0, (self.experts, -1))
         if has_grouped_kernel(rows, stacked.shape[1]):
             # Megatron's token exchange has copied the loads to pinned memory of the host.
@@ -109,7 +109,7 @@ class GroupedExperts(SequentialMLP):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[()] = (), **_: object
     ) -> dict[str, object]:
-        """Return the same tensors as ``SequentialMLP`` does if every expert has separate keys."""
+        """Return the same tensors as ``SequentialMLP`` with separate keys for every expert."""
         assert not sharded_offsets, "layers have keys of their own (non_homogeneous_layers)"
         replica_id = (0, 0, self.dp_group.rank())
         found = {}

@@ -35,9 +35,9 @@ class HFTensorSlice:
 
     name: str
     shape: torch.Size
-    """Shape of the whole Hugging Face tensor, without the padding of the vocabulary."""
+    """Shape of the full Hugging Face tensor, without the padding of the vocabulary."""
     index: tuple[slice, ...]
-    """The slice of the Hugging Face tensor in every dimension."""
+    """The range in every dimension of the Hugging Face tensor."""
     dim: int | None
     """The dimension that tensor parallelism splits, as ``torch.chunk`` does. None means replicated. Expert
     tensors are split over etp instead of tp."""
@@ -45,14 +45,15 @@ class HFTensorSlice:
     start: int
     stop: int
     primary: bool
-    """Whether it is saved and exported; a tied copy on another pipeline stage is only loaded."""
+    """Whether the slice is saved and exported; a tied copy on another pipeline stage is only loaded."""
     expert: bool = False
-    """Whether it belongs to an expert; the ranks of ``ep`` hold different experts."""
+    """Whether the slice belongs to an expert; the ranks of ``ep`` hold different experts."""
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return this part of ``tensor``: weight, master weight, moment or gradient of the whole parameter.
+        """Return this slice's rows of ``tensor``, which has the shape of the parameter.
 
-        The result shares memory with ``tensor`` if ``groups`` is 1, and is contiguous if ``tensor`` is.
+        ``tensor`` is the weight, master weight, a moment or the gradient of the parameter. The result shares
+        memory with ``tensor`` if ``groups`` is 1, and is contiguous if ``tensor`` is.
         """
         return self._rows(tensor).flatten(0, 1)
 
@@ -65,7 +66,7 @@ class HFTensorSlice:
             target.copy_(group)
 
     def flat_chunks(self, shape: torch.Size, where: slice) -> Iterator[FlatChunk]:
-        """Yield the parts of the Hugging Face tensor in elements ``where`` of the flattened parameter."""
+        """Yield the parts of the Hugging Face tensor in the elements ``where`` of the flat parameter."""
         columns, height, rows = math.prod(shape[1:]), shape[0] // self.groups, self.stop - self.start
         for group in range(self.groups):
             first = (group * height + self.start) * columns
@@ -90,7 +91,8 @@ HFTensorSlices = dict[nn.Parameter, list[HFTensorSlice]]
 def hf_slices(chunks: Sequence[GPTModel], shapes: Shapes) -> HFTensorSlices:
     """Return the slices that every parameter of ``chunks`` (unwrapped) holds, without communication.
 
-    Assert that every row, except vocabulary padding, belongs to exactly one slice that fits ``shapes``.
+    Raise AssertionError unless every row, except vocabulary padding, is in exactly one slice, and the slices
+    fit ``shapes``.
     """
     found: HFTensorSlices = {}
     for chunk in chunks:
@@ -156,7 +158,11 @@ def hf_slice(
     start: int,
     rows: int,
 ) -> HFTensorSlice:
-    """Describe ``groups`` runs of ``rows`` rows, starting at row ``offset``, without vocabulary padding."""
+    """Return the slice of ``groups * rows`` rows of ``name`` from row ``offset`` on, without padding.
+
+    ``parameter`` holds ``rows`` of these rows in each of ``groups`` groups, from row ``start`` of the group
+    on.
+    """
     assert name in shapes, f"{tensor.key}: the model has no {name}"
     shape = shapes[name]
     rows = min(rows, max(shape[0] - offset, 0))
@@ -182,7 +188,7 @@ def chunk_range(size: int, parts: int, rank: int) -> slice:
 
 
 def check_rows(parameter: nn.Parameter, tensor: ShardedTensor, members: Sequence[HFTensorSlice]) -> None:
-    """Assert that every row of ``parameter`` is in one slice, except padding, if Megatron allows it there."""
+    """Assert that every row of ``parameter`` is in exactly one slice, or is padding that Megatron allows."""
     covered = torch.zeros(parameter.shape[0], dtype=torch.int64)
     for member in members:
         member.write(covered, member.read(covered) + 1)
@@ -242,7 +248,7 @@ def as_dtensor(member: HFTensorSlice, value: Tensor, mesh: DeviceMesh) -> Tensor
     """Return ``value``, shaped like ``member.read``, as this rank's part of the Hugging Face tensor.
 
     The result is a DTensor over ``mesh`` that shares memory with ``value``, or ``value`` itself if the slice
-    is replicated. No communication.
+    is replicated. There is no communication.
     """
     if member.dim is None:
         return value

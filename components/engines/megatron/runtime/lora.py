@@ -33,23 +33,23 @@ ADAPTED = ColumnParallelLinear | RowParallelLinear | WholeLinear
 
 
 class AdaptedLinear(nn.Module):
-    """A parallel layer ``base`` with the outputs of its layers' adapters added to its own.
+    """A parallel layer ``base`` that adds the adapters' outputs to those of its Hugging Face layers.
 
     Column parallel: A ``[r, in]`` is replicated over tp, and B ``[out, r]`` is split by rows like the output.
     The gradient of the product of width r is summed over tp ranks.
     Row parallel: A is split by columns like the input, and B is replicated. The product of width r is summed
     over tp ranks.
-    Replicated: so are A and B, without communication. This includes layers of experts, which
-    ``check_lora`` requires to be unsplit and whose tokens are already on their rank. Gradients are summed
-    over the ranks that hold the same expert.
-    With PiSSA the frozen initial factors of all members, in fp32, follow the trained ones, and their outputs
-    are subtracted.
+    Replicated: A and B are replicated too, and nothing is communicated. This includes layers of experts,
+    which ``check_lora`` requires to be unsplit and whose tokens are already on their rank. Gradients are
+    summed over the ranks that hold the same expert.
+    With PiSSA, the lists of factors contain the trained ones and then the frozen initial ones of all
+    members, in fp32, whose outputs are subtracted.
     With sequence parallelism the replicated factor processes only this rank's positions, and Megatron's
     ``finalize_model_grads`` sums its gradient.
     """
 
     def __init__(self, base: Any, members: Sequence[HFTensorSlice], adapter: LoRA) -> None:
-        """Wrap ``base``; ``members`` are the adapted blocks of ``base.weight``, in the order of its rows."""
+        """Wrap ``base``; ``members`` are the adapted slices of ``base.weight``, in the order of its rows."""
         super().__init__()
         self.base, self.members, self.scaling, self.dropout = base, members, adapter.scaling, adapter.dropout
         self.expert = members[0].expert
@@ -84,7 +84,7 @@ class AdaptedLinear(nn.Module):
         return parameter
 
     def blocks(self) -> HFTensorSlices:
-        """Return the blocks of the factors, under their names in the adapter."""
+        """Return the Hugging Face tensor of each factor, under its name in the adapter."""
         found: HFTensorSlices = {}
         for number, (a, b) in enumerate(zip(self.down, self.up, strict=True)):
             member = self.members[number % len(self.members)]
@@ -128,7 +128,10 @@ class AdaptedLinear(nn.Module):
         return reduce_from_tensor_model_parallel_region(narrow, group=self.group)
 
     def _add(self, out: Tensor, narrow: Tensor) -> Tensor:
-        """Add the product of each adapter with B to the rows of its layer in the output of ``base``."""
+        """Add B times each adapter's part of ``narrow`` to its layer's rows in ``out``.
+
+        ``out`` is the output of ``base``.
+        """
         rows = out.unflatten(-1, (self.members[0].groups, -1))
         products = zip(narrow.split(len(self.down[0]), -1), self.up, strict=True)
         outputs = [F.linear(product, b.to(product.dtype)) for product, b in products]
@@ -155,7 +158,7 @@ class AdaptedLinear(nn.Module):
 def adapt(chunk: nn.Module, found: HFTensorSlices, adapter: LoRA, targets: Collection[str]) -> HFTensorSlices:
     """Wrap the layers of ``chunk`` that hold ``targets`` (Hugging Face layers); return the added parameters.
 
-    It must be called after ``hf_slices``, which needs Megatron's own names. The added parameters are
+    Call this function after ``hf_slices``, which needs Megatron's own names. The added parameters are
     uninitialised.
     """
     added: HFTensorSlices = {}

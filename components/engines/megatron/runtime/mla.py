@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) in mcore's layers.
 
 mcore's own implementation needs transformer-engine. Without transformer-engine, it splits the latents over
-tensor-parallel ranks and does not sum the gradients of the ranks' heads for the rotary part of the keys,
-which all heads share.
+tensor-parallel ranks. It also does not sum the ranks' gradients of the rotary part of the keys, which all
+heads share.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ class WholeLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """Map ``[s, b, in]`` to ``[s, b, out]``; None means that no bias is left to be added."""
+        """Map ``[s, b, in]`` to ``[s, b, out]``; the None is in place of a bias to be added."""
         return F.linear(hidden, self.weight), None
 
 

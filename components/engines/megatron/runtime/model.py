@@ -41,14 +41,15 @@ from components.engines.shared.vocab_parallel import VocabularyShard
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """The input of one forward pass: a row, and the statistics that the loss needs."""
+    """The input of one forward pass: this rank's share of the rows, and what to compute from it."""
 
     shard: CPShard
     requires: frozenset[str] = frozenset()
     weights: Tensor | None = None
-    """float32, shaped like ``shard.labels``."""
+    """The weights of the labels in the loss, times ``Pass.factor``: float32 in the shape of ``shard.labels``.
+    None means that the loss has no such weights."""
     noise: tuple[Tensor, Tensor] | None = None
-    """Keys and ranges of the noise on embeddings (see ``NEFTune.noise_of``): ``[B, L]``, or ``[L / tp, B]``
+    """Keys and bounds of the noise on embeddings (see ``NEFTune.noise_of``): ``[B, L]``, or ``[L / tp, B]``
     with sequence parallelism. None means no noise."""
     routing: TokenRouting | None = None
     """Input for the routers. None means that this rank has no routers."""
@@ -180,7 +181,7 @@ class LogProbGPTModel(GPTModel):
 
 
 def padded_vocab_size(vocab_size: int, config: TransformerConfig) -> int:
-    """Round the vocabulary up to a multiple of the tp ranks; padding does not enter the softmax."""
+    """Return the size of the vocabulary rounded up to a multiple of tp; padding is not in the softmax."""
     tp = config.tensor_model_parallel_size
     return -(-vocab_size // tp) * tp
 
@@ -211,7 +212,10 @@ def build_chunks(
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the spec of transformer-engine's layers, or of Megatron's own with our attention and routers."""
+    """Return the spec of transformer-engine's layers, or of Megatron's own layers.
+
+    The latter have the attention, routers and grouped experts of this engine.
+    """
     if config.transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)

@@ -44,7 +44,8 @@ def build_model_chunks(
 ) -> BuiltChunks:
     """Build this rank's uninitialised chunks; ``meta`` is the Hugging Face model on the meta device.
 
-    Parameters frozen in ``meta`` are frozen here; with an adapter, all parameters except its own are.
+    Parameters frozen in ``meta`` are frozen here. With an adapter, all parameters are frozen except those
+    that the adapter trains.
     """
     dtype, adapter = options.dtype, options.adapter
     config.groups_experts = layout.groups_experts(meta, adapter)
@@ -108,7 +109,8 @@ def wrap_ddp(
 ) -> DistributedDataParallel:
     """Wrap a chunk for data parallelism, with gradients accumulated and reduced in fp32.
 
-    ``scattered`` means that every rank needs only its range of the sums, for the distributed optimizer.
+    ``scattered`` means that every rank needs only its range of the summed gradients, for the distributed
+    optimizer.
     """
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -157,9 +159,10 @@ def freeze_parameters(
 def stop_gradient(
     padding: int, embedding: VocabParallelEmbedding, inputs: tuple[Tensor], embedded: Tensor
 ) -> Tensor:
-    """Stop the gradient of the padding token's embedding, as transformers does, which initialises it to 0.
+    """Return ``embedded`` without the gradient of the padding token's embedding.
 
-    ``embedded`` is [B, T, H] for input ids [B, T], or with sequence parallelism this rank's [T / tp, B, H].
+    transformers initialises this embedding to 0 and does not train it. ``embedded`` is ``[B, T, H]`` for
+    input ids ``[B, T]``, or with sequence parallelism this rank's ``[T / tp, B, H]``.
     """
     is_padding = inputs[0] == padding
     if embedding.reduce_scatter_embeddings:

@@ -1,4 +1,4 @@
-"""MoE routers in Megatron's layers, with the expert choice of transformers and our router losses."""
+"""MoE routers in Megatron's layers, with the expert choice of transformers and this project's losses."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,8 +59,9 @@ def token_routing(
 class Router(MegatronRouter):
     """A router that chooses experts as the routers of transformers do.
 
-    Capacity is Megatron's: it is a share of the number of this rank's positions, but padding does not use it
-    up. If an expert drops a token, the weights of the token's other experts are not increased.
+    The capacity of an expert is computed as in Megatron, from the number of this rank's positions including
+    padding, but padding does not use it up. If an expert drops a token, the weights of the token's other
+    experts are not increased.
     """
 
     def __init__(

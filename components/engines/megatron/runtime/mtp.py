@@ -1,6 +1,7 @@
 """Megatron's MTP layers (``components.models.mtp``), with token ids that are already shifted.
 
-Megatron itself shifts them by communication between context-parallel ranks, one sequence of a row at a time.
+Megatron's own layers shift token ids by communication between context-parallel ranks, one sequence of a row
+at a time.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ class MTPLayer(MultiTokenPredictionLayer):
         decoder_input: Tensor,
         **others: object,
     ) -> Tensor:
-        """Checkpoint the layer; Megatron's version saves only tensors, not ``packed_seq_params``."""
+        """Checkpoint the layer; Megatron's version accepts only tensors, and not ``packed_seq_params``."""
 
         def forward(hidden: Tensor, embedded: Tensor) -> Tensor:
             return forward_func(hidden_states=hidden, decoder_input=embedded, **others)

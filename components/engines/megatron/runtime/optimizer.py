@@ -119,8 +119,8 @@ class DenseOrExpertOptimizer:
     def values(self, main: Tensor, kind: str) -> Tensor:
         """Return the tensor of ``kind`` (``model`` or a moment) for the master weights ``main``.
 
-        The optimizer step updates this tensor. With optimizer_cpu_offload it is in host memory, and that of
-        ``model`` is a copy of ``main``.
+        The optimizer step updates this tensor. With optimizer_cpu_offload it is in host memory, and for
+        ``model`` it is a copy of ``main``.
         """
         stepped = main
         if isinstance(self.optimizer.optimizer, HybridDeviceOptimizer):
@@ -138,7 +138,7 @@ class DenseOrExpertOptimizer:
 
     @property
     def step(self) -> int:
-        """Number of updates so far. torch's AdamW counts them per parameter, fused optimizers per group."""
+        """Number of updates so far. torch's AdamW counts per parameter, other optimizers per group."""
         if not self.inner:  # with optimizer_cpu_offload, a rank that updates nothing has no optimizer
             return 0
         inner = self.inner[0]
@@ -158,7 +158,7 @@ class DenseOrExpertOptimizer:
 
 @dataclass(frozen=True)
 class MegatronOptimizers:
-    """The update of one rank's parameters, with the optimizer state that persists between steps."""
+    """The optimizers of one rank's parameters, with their state."""
 
     members: Mapping[bool, DenseOrExpertOptimizer]
     """The optimizers of dense parameters (False) and of experts (True), if they are trained."""
@@ -196,7 +196,7 @@ class MegatronOptimizers:
     # ---- one step
 
     def prepare(self) -> Tensor:
-        """Pass the reduced gradients to the optimizers, and return the global L2 norm, a float64 scalar."""
+        """Pass the reduced gradients to the optimizers, and return their global L2 norm, a float64 scalar."""
         return torch.stack([member.squared_norm() for member in self.members.values()]).sum().sqrt()
 
     def apply(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:

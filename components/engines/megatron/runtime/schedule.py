@@ -62,16 +62,17 @@ class PipelineInput:
     number: int
     request: ForwardRequest
     filler: bool
-    """Whether the item only pads the micro-batches to a number that the schedule accepts."""
+    """Whether this input is only there to make the number of inputs one that the schedule accepts."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Description of one pass of a schedule."""
+    """The options of one pass of a schedule."""
 
     loss: Loss | None = None
-    """The loss. Its ``requires`` selects statistics besides ``logps``; its ``weights``, if not None, allow
-    the gradient of the output head to be computed in the forward pass."""
+    """The loss. Its ``requires`` names the statistics to compute besides ``logps``. If its ``weights`` are
+    not None, the gradient of the output head is computed in the forward pass. None means that only ``logps``
+    are computed."""
     further: MTPConfig | None = None
     """Multi-token prediction. None means that only the next token is predicted."""
     routers: MoELosses | None = None
@@ -148,7 +149,7 @@ def make_inputs(
     """Build the pipeline inputs on ``device``, with rows of equal length if pp > 1.
 
     Collective over data-parallel ranks with moe_token_dispatcher=allgather or moe_pad_to_capacity, because
-    ranks that exchange tokens must then have equally many.
+    ranks that exchange tokens must then have the same number of tokens.
     """
     multiple = layout.tp * layout.cp if layout.sequence_parallel else layout.cp
     lengths = [aligned_length(batch, cp=layout.cp, multiple=multiple) for batch in microbatches]
@@ -215,7 +216,10 @@ def mtp_request(batch: Batch, row: CPShard, device: torch.device, factor: float)
 
 
 def gather_stats(stats: TokenStatsWithMTP, row: CPShard, group: dist.ProcessGroup) -> TokenStatsWithMTP:
-    """Gather statistics into whole rows, because a loss may sum over a sequence that is split over cp."""
+    """Gather statistics into whole rows, because a loss may sum over a sequence that is split over cp.
+
+    Collective over ``group``.
+    """
     found = {name: values for name, values in vars(stats).items() if isinstance(values, Tensor)}
     whole: Json = {name: gather_shards(values, row, group) for name, values in found.items()}
     return replace(stats, **whole, mtp=tuple(gather_shards(logps, row, group) for logps in stats.mtp))

@@ -28,7 +28,8 @@ LOAD_BYTES = 1 << 30
 """Maximum size in bytes of tensors that are read at once, in host memory."""
 
 LOAD_SHARE = 1 / 20
-"""Maximum share of a rank's state that is read at once, because parts of fused layers exist twice then."""
+"""Maximum share of a rank's state that is read at once: while it is read, parts of fused layers exist
+twice."""
 
 Piece = tuple[nn.Parameter, str]
 """A parameter and the kind of its state: ``model`` or the name of a moment."""
@@ -61,13 +62,13 @@ def saved_tensors(
 def optimizer_tensors(
     blocks: HFTensorSlices, update: MegatronOptimizers, *, model_only: bool
 ) -> dict[str, Tensor]:
-    """Return the weights, the moments and the update count that this rank writes, by key of a checkpoint.
+    """Return the weights, the moments and the update count that this rank writes, by checkpoint key.
 
-    With ``model_only`` these are only the weights.
+    With ``model_only``, only the weights are returned.
 
     With the distributed optimizer, each of the ranks that hold the same parameters writes its own range.
-    Without it, these ranks write whole parameters in turn (from host memory), so that together they write one
-    copy.
+    Without it, the parameters are dealt out to these ranks, and each rank writes full parameters from host
+    memory. Together they write one copy.
     """
     meshes, kinds, tensors = TPMeshes("cpu"), ["model"], dict[str, Tensor]()
     if not model_only:
@@ -88,7 +89,7 @@ def optimizer_tensors(
 def reference_tensors(kept: HFTensorSlices) -> dict[str, Tensor]:
     """Return the weights of the reference model that this rank writes, by checkpoint key.
 
-    Ranks that hold the same parameters write them in turn, so that together they write one copy.
+    The parameters are dealt out to the ranks that hold them, so that together these write one copy.
     """
     meshes, tensors = TPMeshes("cpu"), dict[str, Tensor]()
     for number, (parameter, members) in enumerate(kept.items()):
@@ -100,7 +101,7 @@ def reference_tensors(kept: HFTensorSlices) -> dict[str, Tensor]:
 def parts_on_disk(
     kind: str, values: Tensor, members: Sequence[HFTensorSlice], meshes: TPMeshes
 ) -> dict[str, Tensor]:
-    """Return the tensors to write for the whole parameter ``values``, by key, in host memory."""
+    """Return the tensors to write for a parameter with the full ``values``, by key, in host memory."""
     parts = ((member, member.read(values).contiguous().cpu()) for member in members if member.primary)
     return {f"{kind}/{member.name}": as_dtensor(member, part, meshes.of(member)) for member, part in parts}
 
@@ -114,7 +115,7 @@ def flat_shards(
 ) -> dict[str, Tensor]:
     """Return this rank's shard of ``parameter`` in the distributed optimizer, by key ``kind/name``.
 
-    Each value is a ``FlatShard`` with the position of its elements in the whole Hugging Face tensor. Only the
+    Each value is a ``FlatShard`` with the position of its elements in the full Hugging Face tensor. Only the
     first tp rank (for experts, the first etp rank) returns replicated tensors, and no rank returns the second
     copy of a tied tensor.
     """
@@ -139,7 +140,7 @@ def load(
     update: MegatronOptimizers | WholeWeightUpdate,
     device: torch.device,
 ) -> None:
-    """Restore a checkpoint that any engine wrote on any number of ranks.
+    """Restore the state from a checkpoint that any engine wrote on any number of ranks.
 
     Ranks that share a token's activations must use the same dropout mask, so all ranks of a tp group take the
     default random states of its first rank. A state whose rank did not exist when the checkpoint was written
@@ -210,10 +211,10 @@ def load_pieces(
 
 
 def random_states(device: torch.device, default: int) -> dict[str, Tensor]:
-    """Return this rank's current random states, by key of a checkpoint.
+    """Return this rank's current random states, by checkpoint key.
 
-    The states of torch and of the GPU have keys of rank ``default``, those of Megatron's tracker have keys of
-    this rank.
+    The keys of the states of torch and of the GPU have the rank ``default``. The keys of the states of
+    Megatron's tracker have this rank.
     """
     states = {f"rng/{default}": torch.get_rng_state()}
     if device.type == "cuda":

@@ -31,7 +31,7 @@ RENAMED = {
     "first_stage_layers": "num_layers_in_first_pipeline_stage",
     "last_stage_layers": "num_layers_in_last_pipeline_stage",
 }
-"""Keys of the layout and the fields of Megatron that have their values."""
+"""Key of the layout -> the field of Megatron's configuration that gets its value."""
 RENAMED_OF_EXPERTS = {
     "shared_expert_overlap": "moe_shared_expert_overlap",
     "moe_token_dispatcher": "moe_token_dispatcher_type",
@@ -50,7 +50,7 @@ OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "run.dtype"),
     **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), "model.moe"),
 }
-"""Fields of Megatron and the keys here that determine them."""
+"""Field of Megatron's configuration -> the key of this program's configuration that determines it."""
 
 
 def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOptions) -> TransformerConfig:
@@ -130,7 +130,10 @@ def check_further_fields(kind: type[TransformerConfig], given: Config, ours: Con
 
 
 def leave_empty(_: torch.Tensor) -> None:
-    """Initialise nothing: values come from a model folder or are drawn from (seed, name) later."""
+    """Leave a parameter uninitialised.
+
+    Its values are later read from a model folder or drawn from a generator seeded with (seed, name).
+    """
 
 
 def architecture(hf: PreTrainedConfig) -> Json:
@@ -156,7 +159,10 @@ def architecture(hf: PreTrainedConfig) -> Json:
 
 
 def moe_arguments(hf: PreTrainedConfig, layout: Layout) -> Json:
-    """Return the options for the sizes of experts and the token exchange; our ``Router`` chooses experts."""
+    """Return the options for the sizes of experts and for the token exchange.
+
+    ``moe_router.Router`` chooses the experts and computes the load balancing loss, not Megatron's router.
+    """
     found = read_moe_config(hf)
     if found is None:
         return {}
@@ -227,7 +233,7 @@ class Rotary:
     frequencies: torch.Tensor
     """Inverse frequencies, float32 ``[D / 2]``, for D rotated dimensions of a head."""
     scaling: float
-    """Factor applied to the rotated dimensions (the attention scaling of yarn)."""
+    """Factor by which the rotated dimensions are multiplied (the attention scaling of yarn)."""
     interleaved: bool
     """Whether neighbouring columns are rotated as pairs, instead of columns i and i + D / 2."""
 

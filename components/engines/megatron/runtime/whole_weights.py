@@ -1,8 +1,8 @@
-"""Updates by an optimizer of whole weights, such as Muon, in place of Megatron's own optimizers.
+"""Updates by an optimizer of full (unsharded) weights, such as Muon, in place of Megatron's own optimizers.
 
 Gradients are summed over data ranks as with Megatron's optimizers. The owner of a Hugging Face tensor keeps
-its master weights and optimizer state, and gathers its gradient over tensor-parallel ranks. With the
-distributed optimizer, data ranks divide the weights among themselves; without it, every data rank updates all
+the tensor's master weights and optimizer state, and gathers its gradient over tensor-parallel ranks. With the
+distributed optimizer, each weight is updated on one data rank; without it, every data rank updates all
 weights.
 """
 
@@ -46,7 +46,7 @@ class MegatronWeight(OwnedWeight):
         self.parameter.grad = self.gathered(self.slot.main_grad)  # type: ignore[attr-defined]
 
     def gathered(self, tensor: Tensor) -> Tensor | None:
-        """Return the whole Hugging Face tensor on the owner, gathered from ``tensor`` of the tp ranks.
+        """Return the full Hugging Face tensor on the owner, gathered from ``tensor`` of the tp ranks.
 
         ``tensor`` has the shape of the parameter. None means that this rank is not the owner.
         """
@@ -62,7 +62,7 @@ class MegatronWeight(OwnedWeight):
     def spread(self, target: Tensor) -> None:
         """Copy the owner's weight into the slice ``member`` of ``target``; collective.
 
-        ``target`` has the shape of the parameter. The weight is converted to its dtype.
+        ``target`` has the shape of the parameter. The weight is converted to the dtype of ``target``.
         """
         holder, first = divmod(self.owner, self.mesh.size())
         if self.copies is None or self.copies.rank() == holder:
@@ -79,9 +79,9 @@ class MegatronWeight(OwnedWeight):
 
 
 class WholeWeightUpdate(WholeWeightOptimizer):
-    """An optimizer of whole weights with the methods of ``MegatronOptimizers``.
+    """An optimizer of full weights with the methods of ``MegatronOptimizers``.
 
-    All ranks make every call together.
+    All ranks must make the same calls in the same order.
     """
 
     def __init__(
@@ -119,7 +119,10 @@ class WholeWeightUpdate(WholeWeightOptimizer):
         """Do nothing: gradients are only in the buffers of Megatron's data parallelism."""
 
     def read(self, parameter: nn.Parameter, _: str) -> Tensor:
-        """Return the master weights of the parameter, in its shape, on every rank that holds it."""
+        """Return the master weights in the shape of the parameter, on every rank that holds the parameter.
+
+        Collective over these ranks.
+        """
         whole = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
         for weight in self.parts[parameter]:
             weight.spread(whole)
@@ -134,7 +137,7 @@ class WholeWeightUpdate(WholeWeightOptimizer):
                 weight.parameter.data = gathered.clone(memory_format=torch.contiguous_format)
 
     def masters(self, *, written: bool) -> dict[str, Tensor]:
-        """Return this rank's master weights, or only those that it writes, by key of a checkpoint."""
+        """Return this rank's master weights, or only those that it writes, by checkpoint key."""
         weights = [weight for weight in self.owned if weight.writes or not written]
         return {f"model/{weight.name}": weight.parameter.detach() for weight in weights}
 
