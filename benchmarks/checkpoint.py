@@ -1,4 +1,4 @@
-"""Times of saving and loading against a plain write of the same size: ``python -m benchmarks.checkpoint``.
+"""Times of saves and loads, compared with a write of the same size: ``python -m benchmarks.checkpoint``.
 
 Gloo ranks on this machine hold a random model with AdamW's moments. In each turn, all ranks write their part
 of the state to a file and sync it, then save a checkpoint, then save another one in the background.
@@ -62,10 +62,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def measure(engine_name: str, ranks: int, parameters: int, folder: Path, turns: int) -> Mapping[str, Any]:
-    """Measure and return the results of this rank.
-
-    All ranks call it together.
-    """
+    """Measure and return the results of this rank; all ranks call this function together."""
     engine = build(engine_name, ranks, parameters)
     rank, count = dist.get_rank(), engine.describe()["parameters"]
     state, taken = BYTES * count, dict[str, list[float]]()
@@ -106,7 +103,7 @@ def measure(engine_name: str, ranks: int, parameters: int, folder: Path, turns: 
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Return the ratio of each turn, without the first one, which allocates buffers.
+    """Return the ratio ``over / under`` of each turn except the first, which allocates buffers.
 
     Both values of a ratio are from the same turn, so a slow disk affects both.
     """
@@ -156,7 +153,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 class PeakMemory:
-    """Peak resident memory of this process from now on, above the present value (Linux)."""
+    """A meter of the increase of this process's peak resident memory since its construction (Linux)."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")

@@ -12,7 +12,7 @@ from runner.config.sources import ConfigSources
 def composed(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the resolved config for ``overrides``, as the command line composes it.
 
-    They must set ``run.name``, because its default is resolved only on the command line.
+    The overrides must set ``run.name``, whose default can be resolved only on the command line.
     """
     with initialize_config_dir(config_dir(), version_base="1.3"):
         return resolved(compose("config", list(overrides)), ConfigSources())

@@ -102,7 +102,11 @@ ROWS = (
 
 
 def rehearse(words: str) -> dict[str, float]:
-    """Return the estimate and the peak of the rehearsal, in bytes, and the relative error of the estimate."""
+    """Return the estimate and the peak of the rehearsal, in bytes, and the relative error of the estimate.
+
+    Raises:
+        SystemExit: with the output of the rehearsal if it fails.
+    """
     folder = Path(tempfile.mkdtemp(prefix="estimates-"))
     command = [sys.executable, "-m", "runner", *COMMON, *words.split(), f"run.output_dir={folder}"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)

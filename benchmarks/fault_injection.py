@@ -3,8 +3,8 @@
 SIGKILL, SIGTERM, or SIGSTOP and then SIGKILL is sent to a random rank or to the parent at random times, half
 of them while a checkpoint is being written. Each time, the run is started again with
 ``checkpoint.resume=auto``. There is one run for each engine and way to save, at once or in the
-background. At the end of each, the weights must be bitwise those of an uninterrupted run, no process may be
-left, and every complete checkpoint must have been readable.
+background. At the end of each run, the weights must be bitwise those of an uninterrupted run, no process may
+be left, and every complete checkpoint must have been readable.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SMALL = (
     "model.architecture.num_hidden_layers=2",
 )
 STEPS_A_KILL = 20
-"""Steps of a run for each kill: more than a start takes before it is killed."""
+"""Number of steps of a run for each kill. It is more than a start completes before it is killed."""
 START_S = 300.0
 """Time limit in seconds for the first step of a run."""
 LEAVING_S, GONE_S = 60.0, 5.0
@@ -59,12 +59,12 @@ ENDS = {
     "stop and kill": (signal.SIGSTOP, signal.SIGKILL),
 }
 STOPPED_S = 1.0
-"""Time in seconds between the two signals of one end."""
+"""Time in seconds between SIGSTOP and SIGKILL."""
 
 
 @dataclass
 class Tally:
-    """Numbers of kills, by their signals too, and of starts, and the errors that were found."""
+    """Counts of kills (in all, by signals, by time and by target) and of starts, and the errors found."""
 
     kills: int = 0
     signals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
@@ -156,7 +156,7 @@ def kill(process: "subprocess.Popen[bytes]", tally: Tally, rng: random.Random) -
 
 
 def orphans(processes: Sequence[psutil.Process], within: float = GONE_S) -> int:
-    """Return the number of processes that still run, without zombies."""
+    """Return the number of processes, without zombies, that still run after ``within`` seconds."""
     _, alive = psutil.wait_procs(processes, timeout=within)
     return sum(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in alive)
 
@@ -181,7 +181,7 @@ def unreadable(run: Run) -> Iterator[str]:
 
 
 def torment(run: Run, kills: int, rng: random.Random) -> Tally:
-    """Kill and resume a run ``kills`` times, then let it end."""
+    """Kill and resume a run ``kills`` times, then let it complete; return the counts."""
     tally = Tally()
     while tally.kills < kills:
         process = run.start()

@@ -29,9 +29,9 @@ from components.checkpoint.folder import complete_checkpoints
 LAYOUT, OTHER = "fsdp2", "megatron_dp2"
 FILES = 32
 UNREAD = 65536
-"""Random bytes of a record's unread field, which is base64 in the file."""
+"""Number of random bytes in a record's unread field, which are encoded as base64."""
 BUFFER, ROWS = 500, 64
-"""Records of a chunk, and rows of a batch."""
+"""Number of records in a chunk, and of rows in a global batch."""
 PERIOD_S = 1.0
 """Time in seconds between two samples of memory."""
 FLAT = 1.05
@@ -39,7 +39,7 @@ FLAT = 1.05
 
 
 def write_source(folder: Path, size: int) -> int:
-    """Write gzip files of ``size`` bytes together, and return the number of their records."""
+    """Write gzip files with about ``size`` bytes in total, and return the number of their records."""
     rng = random.Random(0)
     words = [first + second for first in ("ta", "no", "ri", "sel") for second in ("ma", "ken", "lo", "der")]
     count = 0
@@ -77,7 +77,10 @@ def run_folder(folder: Path) -> Path:
 
 
 def memory(process: "subprocess.Popen[bytes]") -> int:
-    """Return the bytes that a run and its processes hold; a shared page counts once (Pss)."""
+    """Return the memory of a run and its processes in bytes, in which a shared page counts once (Pss).
+
+    0 means that a process was about to end.
+    """
     total = 0
     try:
         parent = psutil.Process(process.pid)
@@ -121,7 +124,7 @@ def killed_at_its_checkpoint(source: Path, folder: Path, steps: int) -> Path:
 
 
 def measure(size: int, steps: int, folder: Path) -> dict[str, object]:
-    """Run the comparison in ``folder``, and return its results."""
+    """Train and resume the runs in ``folder``, and return the comparison."""
     source = folder / "source"
     source.mkdir()
     records = write_source(source, size)

@@ -68,7 +68,7 @@ def in_trl(path: Path, scratch: Path) -> int:
 
 
 def measure(tokenize: Callable[[Path, Path], int], path: Path, scratch: Path) -> tuple[int, float]:
-    """Return the number of tokens and the CPU seconds."""
+    """Return the number of tokens and the CPU time in seconds of ``tokenize``."""
     scratch.mkdir()
     began = cpu_seconds()
     return tokenize(path, scratch), cpu_seconds() - began

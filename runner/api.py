@@ -1,4 +1,4 @@
-"""The program as a library, for scripts and notebooks."""
+"""Training from Python, for scripts and notebooks: ``python -m runner`` as a function."""
 
 import os
 import sys
@@ -25,19 +25,21 @@ class TrainResult:
     metrics: Mapping[str, float]
     """The last logged value of every metric."""
     export: Path | None
-    """The Hugging Face folder, if the run has written it."""
+    """The folder of the exported model, in the Hugging Face format. None means that none was written."""
 
 
 def train(experiment: Sequence[str] | Mapping[str, object] = ()) -> TrainResult:
     """Run one experiment as ``python -m runner`` does.
 
-    One rank runs in this process, in its main thread; several are started as processes.
+    Only the main thread may call this function. A single rank runs in this process; several ranks are started
+    as processes of their own.
 
     Args:
         experiment: words of the command line, or values of keys: ``{"stage": "pt", "run.max_steps": 5}``.
 
     Raises:
-        ConfigError: if the config is wrong, before any rank starts.
+        ConfigError: if the config is wrong, before any rank starts, or if ``experiment`` is not a single
+            training run, such as a sweep or a forecast.
         TrainingError: if a rank failed.
     """
     folders: list[Path] = []

@@ -1,4 +1,7 @@
-"""The command line. Nothing here imports torch: help, ``--cfg job`` and completion must be fast."""
+"""The command line: Hydra's entry point, its error messages and its exit codes.
+
+The import of this module does not import torch, because help, ``--cfg job`` and completion must be fast.
+"""
 
 import errno
 import math
@@ -39,7 +42,7 @@ from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob
 from runner.sweeps.sweep import finish_sweep, run_point
 
 PATHS = {"model": "model=hf model.path", "data": "data=files data.train"}
-"""Groups for which a user may give a path instead of an option -> how to give the path."""
+"""Group -> the overrides, without ``=PATH``, that are right if a user gives a path as its option."""
 COMPOSITION = "hydra/_internal/config_loader_impl.py"
 EXECUTION = str(Path(__file__).parent / "launch" / "run.py")
 """The end of the path of Hydra's file that composes configurations, and the path of the file that executes a
@@ -56,7 +59,14 @@ def config_dir() -> str:
 
 
 def run_job(config: DictConfig) -> float:
-    """Execute one run, or one job of a sweep; return its final loss (eval, else train)."""
+    """Execute one run, or one job of a sweep; return its final loss.
+
+    It is the evaluation loss, or else the training loss. NaN means that there is none, for example because a
+    signal stopped the run.
+
+    Raises:
+        SystemExit: if a single run fails, with its exit code.
+    """
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         return run_point(sweep_point(), lambda: execute(config), explained)
     losses: list[float] = []
@@ -114,7 +124,11 @@ def command() -> int:
 
 
 def with_home(word: str) -> str:
-    """Expand ``~/`` and ``~user/``, which a shell does not expand after "=", and which Hydra cannot parse."""
+    """Expand ``~/`` and ``~user/``, which a shell does not expand after "=", and which Hydra cannot parse.
+
+    Raises:
+        ConfigError: if there is no such user.
+    """
     key = word.partition("=")[0]
     return re.sub(r"(?<=[=,:\[ ])~[\w.-]*(?=/)", lambda found: expand_home(key, found[0]), word)
 
@@ -124,7 +138,10 @@ def print_version() -> None:
 
 
 def run_or_answer(task: Callable[[Sequence[str]], object], usage: str | None) -> int:
-    """Run ``task`` with the arguments, or answer ``--help`` or ``--version``; return the exit code."""
+    """Call ``task`` with the arguments, or print the usage or the version; return the exit code.
+
+    ``--help`` or ``-h`` prints ``usage``, ``--version`` the version.
+    """
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
         code = exit_code(lambda: print((usage or "").replace("``", "").strip()))
@@ -200,7 +217,7 @@ def explained(error: Exception) -> int:
 
 
 def as_mistake(error: Exception) -> Exception:
-    """Return a ConfigError if ``error`` of another library is a user's mistake, else ``error`` itself."""
+    """Return a ConfigError if a mistake of the user caused ``error``, else ``error`` itself."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         error = ConfigError(f"{mark.name}:{mark.line + 1}: malformed YAML: {error.problem}; correct it.")
@@ -221,7 +238,11 @@ def as_mistake(error: Exception) -> Exception:
 
 
 def provenance() -> ConfigSources:
-    """Return the provenance of the config of Hydra's current job."""
+    """Return the sources of the config of Hydra's current job.
+
+    Raises:
+        ConfigError: if a key of ``hydra`` that has no effect here, such as hydra.run.dir, is set.
+    """
     state = HydraConfig.get()
     for key in ("run.dir", "job.chdir", "output_subdir"):
         if OmegaConf.select(state, key) not in (".", False, None):
@@ -242,7 +263,7 @@ def resolved(config: DictConfig, where: ConfigSources) -> Json:
     """Return the config as dicts and lists, with interpolations resolved and ``~`` in paths expanded.
 
     Raises:
-        ConfigError: if a mandatory value (``???``) is missing.
+        ConfigError: if a mandatory value (``???``) is missing, or a path names the home of an unknown user.
     """
     decode_environment(config)
     try:
@@ -254,7 +275,7 @@ def resolved(config: DictConfig, where: ConfigSources) -> Json:
 
 
 def decode_environment(config: DictConfig) -> None:
-    """Parse the text of every ``${oc.env:NAME}`` as YAML, unless the default value of its key is text."""
+    """Parse every value of the form ``${oc.env:NAME}`` as YAML, unless the default of its key is a string."""
     raw = OmegaConf.to_container(config, resolve=False)
     found = [key for key, value in leaves(raw) if str(value).startswith("${oc.env:")]
     defaults = dict(leaves(default_config())) if found else {}
@@ -264,7 +285,10 @@ def decode_environment(config: DictConfig) -> None:
 
 
 def expand_homes(key: str, node: object) -> object:
-    """Replace a leading ``~/`` or ``~user/`` in every text of ``node``; only paths begin like that."""
+    """Replace a leading ``~/`` or ``~user/`` in every string of ``node`` by the path of the home folder.
+
+    Only paths begin like that. ``key`` is the dotted key of ``node``, for messages.
+    """
     if isinstance(node, dict):
         return {name: expand_homes(f"{key}.{name}".lstrip("."), value) for name, value in node.items()}
     if isinstance(node, list):
@@ -323,7 +347,7 @@ def unknown_option(group: str, word: str) -> str:
 
 
 def no_name_of_an_option() -> str:
-    """Return the message for ``group=null`` or ``group=5``, which Hydra refuses with a bare ValueError."""
+    """Return the message for ``group=null`` or ``group=5``, for which Hydra raises only a ValueError."""
     for word in sys.argv[1:]:
         group, _, value = word.partition("=")
         if (options := group_options(group)) and not isinstance(yaml.safe_load(value), str | list):
@@ -351,7 +375,10 @@ def keys_of(group: str, option: str) -> set[str]:
 
 
 def options_with(key: str) -> list[str]:
-    """Return GROUP=OPTION for the first three options that have ``key``, which the chosen option lacks."""
+    """Return GROUP=OPTION for up to three options of the group of ``key`` that have this key.
+
+    The result is empty if the chosen option has the key, or if the group is ``logger`` or ``hook``.
+    """
     group, *rest = key.split(".")
     if not rest or group in ("logger", "hook"):  # whose options are in nodes of their own
         return []
@@ -369,7 +396,7 @@ def known_keys() -> list[str]:
 
 
 def default_config() -> object:
-    """Return the config with only the group choices of the command line, and interpolations unresolved."""
+    """Compose the config with only the group choices of the command line; leave interpolations unresolved."""
     running = GlobalHydra.instance().is_initialized()
     with nullcontext() if running else initialize_config_dir(config_dir(), version_base="1.3"):
         return OmegaConf.to_container(compose("config", [*filter(is_choice, sys.argv[1:])]), resolve=False)

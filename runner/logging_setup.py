@@ -15,7 +15,7 @@ log = logging.getLogger("runner")
 
 
 class ConsoleHandler(logging.Handler):
-    """A handler that prints through rich, so that a progress bar stays below the lines."""
+    """A handler that prints through rich, which keeps a progress bar below the log lines."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -31,9 +31,10 @@ def report_lost(path: Path, error: OSError) -> None:
 
 @contextlib.contextmanager
 def log_to(path: Path | None, console: Console | None) -> Iterator[None]:
-    """Send the ``runner`` and ``components`` loggers to ``console`` and ``path``; restore them afterwards.
+    """Send the ``runner`` and ``components`` loggers to ``console`` and ``path`` while the context is open.
 
-    A quiet ``console`` gets only warnings.
+    For a quiet ``console``, only warnings are printed, on stderr. If writing to ``path`` fails, a message is
+    printed once on stderr and the program continues.
     """
     handlers: list[logging.Handler] = []
     if console is not None:

@@ -10,14 +10,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 IS_INSTALLED = ROOT.name in {"site-packages", "dist-packages"}
-"""Whether the packages are in site-packages, where every process finds them. A checkout may need its path."""
+"""Whether the packages are in site-packages, where every process finds them.
+
+A checkout may have to be added to the search path.
+"""
 
 
 def program_first() -> None:
     """Move the working directory to the end of the search path, where a user's own modules are still found.
 
-    ``python -m`` puts it first, and a console script leaves it out. The search path of a checkout begins with
-    the checkout, and so does PYTHONPATH: processes that `python_module` starts import the same files.
+    ``python -m`` puts the working directory first, and a console script leaves it out. A checkout is put
+    first, and is added to PYTHONPATH, with which processes that ``python_module`` starts import the same
+    files.
+
+    Raises:
+        SystemExit: with code 2, after a message, if the working directory was deleted.
     """
     try:
         folder = os.getcwd()
@@ -34,14 +41,15 @@ def program_first() -> None:
 
 
 def python_module(name: str) -> list[str]:
-    """Return the command that runs a module without searching the working directory."""
+    """Return the command that runs a module without looking for it in the working directory."""
     return [sys.executable, "-P", "-m", name]
 
 
 def prepare() -> None:
-    """Put the program first for ``python -m``, or if another package ``components`` hides this program's.
+    """Call ``program_first`` under ``python -m``, or if another package ``components`` hides this program's.
 
-    Raises ImportError if that package is still found.
+    Raises:
+        ImportError: if another package is still found.
     """
     # While Python looks for the module of ``python -m``, sys.argv[0] is "-m".
     if sys.argv[:1] == ["-m"] or other_components() is not None:

@@ -13,14 +13,14 @@ log = logging.getLogger("runner")
 
 
 class LossyFile(io.FileIO):
-    """A file that drops what cannot be written, after one call of ``report`` with the error."""
+    """A file that discards data that cannot be written, and calls ``report`` with the first error."""
 
     def __init__(self, file: str | int, mode: str, report: Callable[[OSError], object]) -> None:
         super().__init__(file, mode, closefd=isinstance(file, str))
         self.report: Callable[[OSError], object] | None = report
 
     def write(self, data: Buffer, /) -> int:
-        """Write ``data``, or return its length as if it were written."""
+        """Write ``data``; if that fails, return its length in bytes as if it had been written."""
         try:
             return super().write(data)
         except OSError as error:
@@ -39,7 +39,7 @@ def lossy_text(
 
 
 def survive_closed_streams() -> None:
-    """Replace stdout and stderr by a ``LossyFile`` each, so that a run continues if their reader is gone."""
+    """Replace stdout and stderr by a ``LossyFile`` each, with which a run continues without their reader."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None:  # None means that it was closed when the process started

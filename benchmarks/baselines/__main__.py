@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.baselines --data DIR --peer trl=VENV/bin/python --peer litgpt=VENV/bin/python``
 
-Each peer has its own environment, in which the same version of torch as here is installed first, then the
-peer. No network is used, and missing programs are skipped with a note.
+A peer is another training program in an environment of its own, in which the same version of torch as here is
+installed first, then the peer. No network is used, and missing programs are skipped with a note.
 """
 
 import argparse
@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "baselines.json"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare all programs and return the exit code, which is 1 if this runner or the loop failed."""
+    """Compare all programs; return the exit code, 1 if this runner or the hand-written loop failed."""
     asked = parse(arguments)
     data, cache, console = asked.cache / "data", asked.cache, Console(width=160)
     data.mkdir(parents=True, exist_ok=True)
@@ -110,14 +110,14 @@ def compare(case: Case, chosen: Sequence[Program], count: int, cache: Path, cons
 
 
 def matmul_rates(cache: Path) -> dict[str, float]:
-    """Return the FLOPs per processor second of one thread by dtype."""
+    """Return, for each dtype, the FLOPs per processor second of matrix products on one thread."""
     command = [sys.executable, "-m", "benchmarks.baselines.matmul"]
     env = environment(cache / "none", cache)
     return json.loads(subprocess.run(command, check=True, capture_output=True, env=env, cwd=ROOT).stdout)
 
 
 def keep(output: Path, work: str, measured: dict[str, Any]) -> None:
-    """Write the results of one work item to the file and keep the others, which are measured separately."""
+    """Write the results of one work item to ``output``, in which those of other items are kept."""
     works = json.loads(output.read_text()) if output.exists() else {}
     output.write_text(json.dumps(works | {work: measured}, indent=2) + "\n")
 

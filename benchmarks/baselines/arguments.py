@@ -1,4 +1,7 @@
-"""Options of all compared programs. Only the standard library is used, since each peer has its own Python."""
+"""Options of all compared programs.
+
+The Python of each peer imports this file, so it uses only the standard library.
+"""
 
 import argparse
 from dataclasses import dataclass, fields

@@ -1,8 +1,8 @@
 """Events of a compared program: one JSON object per step and line in the file BENCH_OUT.
 
 The Python of each peer imports this file, so it uses only the standard library. The keys of a step are ``t``
-and ``cpu`` (wall and processor seconds of all threads since the start of the process), ``tok`` (useful tokens
-of this step: no padding, both copies of a shared prompt), ``lab`` (labels of this step), ``rss`` (peak
+and ``cpu`` (wall and processor seconds of all threads since the start of the process), ``tok`` (tokens of
+this step without padding; a shared prompt counts twice), ``lab`` (labels of this step), ``rss`` (peak
 resident memory of the process in MiB) and ``loss``.
 """
 
@@ -27,7 +27,7 @@ class Events:
 
 
 def seconds_since_start() -> float:
-    """Return the wall time since the start of this process, which Linux records."""
+    """Return the wall time in seconds since the start of this process, from Linux's /proc."""
     with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
         started = int(stat.read().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
         return float(uptime.read().split()[0]) - started

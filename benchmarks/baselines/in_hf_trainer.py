@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on blocks of text, grouped as in its own example of pre-training."""
+"""Hugging Face's Trainer on blocks of text, grouped as in the pre-training example of transformers."""
 
 from datasets import Dataset, load_dataset
 from transformers import (

@@ -30,7 +30,7 @@ class Sample:
     prompt: Ids
     answers: tuple[Ids, ...]
     silent: int = 0
-    """Number of last tokens of an answer without labels: the template's line break after the stop token."""
+    """Number of tokens at the end of an answer without labels: the line break after the stop token."""
 
     @property
     def first(self) -> Ids:
@@ -83,7 +83,8 @@ class Reader:
     def steps(self, stage: str, *, share_prompt: bool = False, order: Order | None = None) -> list[Step]:
         """Return all steps.
 
-        ``order`` gives the samples of each step, instead of shuffling and packing.
+        If ``order`` is given, it determines the samples of each step. Otherwise they are packed (only in sft)
+        and shuffled.
         """
         samples = list({"pt": self._rows, "sft": self._chats, "dpo": self._pairs}[stage]())
         if order is not None:

@@ -1,4 +1,4 @@
-"""A hand-written Qwen3 for packed sequences and nothing else.
+"""A hand-written Qwen3 model for packed sequences only.
 
 Tensors have no batch dimension: ``[T, ...]``, with all sequences end to end.
 """
@@ -21,7 +21,7 @@ CHUNK = 512
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes from the config.json of a model folder."""
+    """Sizes and constants from the config.json of a model folder."""
 
     hidden: int
     intermediate: int
@@ -97,7 +97,7 @@ class Model:
         return self._norm(x, weights["model.norm.weight"])
 
     def flops(self, spans: Sequence[Span], num_labels: int, *, passes: int) -> float:
-        """Return the required FLOPs.
+        """Return the FLOPs of ``passes`` over the sequences ``spans``, with ``num_labels`` labels.
 
         ``passes`` counts 1 for a forward pass and 2 for a backward pass.
         """

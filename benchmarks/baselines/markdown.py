@@ -20,9 +20,10 @@ COMPILED = ", compiled"
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Return a Markdown table with useful tokens per processor second and peak MiB.
+    """Return a Markdown table with tokens (without padding) per processor second, and peak memory in MiB.
 
-    Each work item without shared prompts has one line, and a second one for compiled programs.
+    Each work item without shared prompts has a line, and a second line for compiled programs if there are
+    any.
     """
     ran = {row["program"].removesuffix(COMPILED) for work in results.values() for row in work["rows"]}
     names = [name for name in COLUMNS if name in ran]

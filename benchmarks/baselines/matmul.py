@@ -13,7 +13,7 @@ ENOUGH_S = 0.1
 
 
 def flops_per_cpu_second(dtype: torch.dtype) -> float:
-    """Return the best rate of several products of square matrices, as other processes only slow them down."""
+    """Return the highest rate of several products of square matrices; other processes can only lower it."""
     rate = 0.0
     for size in SIZES:
         a, b = (torch.randn(size, size).to(dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The samples of each step of this runner, for programs that can use the same ones."""
+"""The samples of each step of this runner, for programs that can train on given samples."""
 
 import json
 from dataclasses import replace

@@ -18,7 +18,7 @@ class Work:
     stage: str
     dtype: str
     share_prompt: bool = False
-    """Whether programs that can do so compute a prompt of dpo once for both sides."""
+    """Whether the prompt of a dpo pair is computed only once; then only programs that can do so are run."""
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class Case:
     data: Path
     """Folder made by ``samples``."""
     order: Path | None
-    """File with the samples of each step of this runner. None means that any samples will do."""
+    """File with the samples of each step of this runner. None means that each program chooses its samples."""
     steps: int
 
 
@@ -59,7 +59,7 @@ class Program:
     """Packages whose versions are recorded. The first one is required."""
     module: str = ""
     python: str | None = None
-    """Path of the Python. None means that it was not given."""
+    """Path of the Python interpreter. None means that it was not given."""
     compile: bool = False
     shares_prompts: bool = False
 
@@ -77,7 +77,7 @@ class Program:
         return command if case.order is None else [*command, f"--order={case.order}"]
 
     def missing(self) -> str | None:
-        """Return a short reason why the program cannot run, or None."""
+        """Return a short reason why the program cannot run. None means that it can."""
         peer = self.name.split(",")[0]
         if self.python is None:
             return f"skipped: give --peer {peer}=PYTHON, the Python in which it is installed"
@@ -88,7 +88,7 @@ class Program:
         return None
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of the installed ``packages``; empty if there is no Python."""
+        """Return the versions of those ``packages`` that are installed, or {} if there is no Python."""
         if self.python is None or not Path(self.python).is_file():
             return {}
         done = subprocess.run(
@@ -162,7 +162,7 @@ def overrides(work: Work, data: Path, steps: int) -> list[str]:
 
 
 def programs(peers: Mapping[str, str], others: Mapping[str, str]) -> list[Program]:
-    """Return all programs, this runner and the loop first, which use the current Python.
+    """Return all programs; the first are this runner and the loop, which use the current Python.
 
     ``peers`` maps names to paths of a Python, and ``others`` names to commands.
     """
@@ -201,4 +201,4 @@ for name in sys.argv[1:]:
         pass
 print(json.dumps(found))
 """
-"""Code for any Python without this project. It prints a JSON object."""
+"""Code that prints the versions of packages as a JSON object, for a Python without this project."""

@@ -31,7 +31,7 @@ QUIET = {
 
 @dataclass(frozen=True)
 class Run:
-    """Results of one run without its first step."""
+    """Results of one run. The first step is left out of rates and counts."""
 
     tokens_per_cpu_second: float
     labels_per_token: float
@@ -49,9 +49,12 @@ class Failed(Exception):
 
 
 def run(program: Program, case: Case, cache: Path) -> Run:
-    """Run a program once and return its results, or raise Failed.
+    """Run a program once and return its results.
 
-    ``cache`` is a folder for the data that a program keeps between runs, so that only the first run is cold.
+    ``cache`` is a folder for files that a program keeps between runs, which only its first run must create.
+
+    Raises:
+        Failed: if the program fails, takes too long, or writes another number of steps than requested.
     """
     with TemporaryDirectory(prefix="peers-") as folder:
         events, output = Path(folder, "events.jsonl"), Path(folder, "output")
@@ -110,10 +113,7 @@ def summary(steps: Sequence[dict[str, Any]]) -> Run:
 
 
 def medians(runs: Sequence[Run]) -> Run:
-    """Return the medians of times and memory.
-
-    Losses and counts are those of the first run.
-    """
+    """Return the medians of rates, times and memory, with the losses and counts of the first run."""
     values = {
         name: median(getattr(run, name) for run in runs)
         for name in (

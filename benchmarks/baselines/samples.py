@@ -1,7 +1,8 @@
 """The same samples in the format of each program, and the model that is trained on them.
 
-A folder with ``model_small`` (a Qwen3 of 16.6M random parameters and its tokenizer) and JSON files: chats as
-messages, as prompt and completion and as alpaca; preference pairs as messages and as sharegpt; documents.
+They are in a folder with ``model_small`` (a Qwen3 of 16.6M random parameters and its tokenizer) and JSON
+files: chats as messages, as prompt and completion, and as alpaca; preference pairs as messages and as
+sharegpt; documents.
 """
 
 import json
@@ -47,7 +48,7 @@ LLAMA_FACTORY = {
 
 @dataclass(frozen=True)
 class Source:
-    """Content of the public files."""
+    """Content of LLaMA-Factory's demo files."""
 
     alpaca: list[dict[str, str]]
     pairs: list[dict[str, Any]]
@@ -76,7 +77,7 @@ class Source:
 
 
 def make_samples(source: Path, folder: Path) -> None:
-    """Fill ``folder``, with the same bytes every time, unless it is already complete."""
+    """Write the model and all samples to ``folder``, unless it is complete; they are the same every time."""
     done = folder / "dataset_info.json"
     if done.is_file():
         return

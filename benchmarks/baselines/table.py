@@ -27,14 +27,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Shares:
-    """Ratios of a program to loop, runner and machine. None means that one of the two was not measured."""
+    """Ratios of a program's results to those of the hand-written loop, this runner and a matrix product.
+
+    None means that the loop or this runner was not measured.
+    """
 
     of_loop: float | None
     of_ours: float | None
     of_matmul: float | None
-    """Rate of useful FLOPs, counted by the loop, over the matmul rate of the machine."""
+    """Rate of FLOPs, by the loop's number of FLOPs per token, divided by the machine's matmul rate."""
     start_of_loop: float | None
-    """Processor time until the end of the first step over that of the loop."""
+    """Processor time until the end of the first step, divided by that of the loop."""
 
 
 def shares(line: Line, lines: Sequence[Line], rates: Mapping[str, float]) -> Shares:

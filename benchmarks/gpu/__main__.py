@@ -1,10 +1,10 @@
 """All measurements on one GPU in one call: ``python -m benchmarks.gpu [--minutes 8.5] [--only PART ...]``.
 
 Curves of both engines against those of the CPU; speed, MFU and peak memory of two shapes of Llama with packed
-rows of 4096 tokens, for our engines and, if they are installed, other programs; and the tests of tests/gpu. A
-cell that fails, lacks a package or has no time left is recorded with the reason, and the others are measured.
-The results file is written after each cell. Cells that a call does not measure stay in it, so several calls
-can share the work.
+rows of 4096 tokens, for our engines and, if they are installed, other programs; and the tests of tests/gpu.
+Each single measurement is a cell. A cell that fails, lacks a package or has no time left is recorded with the
+reason, and the others are measured. The results file is written after each cell. Results of cells that a call
+does not measure are kept in the file, so several calls can share the work.
 """
 
 import argparse
@@ -38,7 +38,7 @@ LEAST = 15.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure all cells, print and record them, and return 1 if one failed."""
+    """Measure, print and record all cells; return the exit code, 1 if a cell failed, 2 without a GPU."""
     asked = parse(arguments)
     if asked.device == "cuda" and not torch.cuda.is_available():
         print("error: --device: is cuda, but there is no GPU; use --device cpu.", file=sys.stderr)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measured(cell: Cell, place: Place, left: float) -> Facts:
-    """Measure a cell within its own limit and the seconds that are ``left``."""
+    """Measure a cell within its time limit and ``left`` seconds; return its status and its facts."""
     if (lacking := cell.missing()) is not None:
         return {"status": "skipped", "reason": lacking}
     if left < LEAST:

@@ -44,9 +44,9 @@ class Cell:
 
     name: str
     measure: Callable[[Place, float], Facts]
-    """Function of the place and of the seconds that are left; raises Failed."""
+    """Function of the place and of a time limit in seconds, which raises Failed if it fails."""
     seconds: float
-    """Time limit."""
+    """Time limit in seconds."""
     needs: Mapping[str, Installed]
     """Optional packages by name, each with a function that returns whether it is installed."""
 
@@ -128,10 +128,11 @@ def speed(program: str, options: Sequence[str], place: Place, seconds: float) ->
 
 
 def shapes(place: Place) -> dict[str, tuple[str, ...]]:
-    """Return the options of each model; the layers of the 8B model are cut to half of the GPU's memory.
+    """Return the options of each model and its data.
 
-    Rows of 4096 tokens are filled with conversations of 20 to 750 tokens. On a CPU, the model
-    is tiny and has few data, which is enough to check that the programs run.
+    The 8B model has only as many layers, from 1 to 8, as fit into half of the GPU's memory. Rows of 4096
+    tokens are filled with conversations of 20 to 750 tokens. On a CPU, the model and its data are tiny, which
+    is enough to check that the programs run.
     """
     if place.device == "cpu":
         return {"tiny": (*SMALL[:6], *few_data(place), "data.max_length=128", "run.max_steps=6")}
@@ -177,7 +178,7 @@ def tests(arguments: Sequence[str], place: Place, seconds: float) -> Facts:
 
 
 def outcome(printed: str, word: str) -> set[str]:
-    """Return the tests of an outcome in what ``pytest -v`` has printed so far, with xdist or without."""
+    """Return the tests with the outcome ``word`` in the output of ``pytest -v``, with or without xdist."""
     lines = (line for line in printed.splitlines() if word in line and "tests/gpu/" in line)
     return {re.sub(rf"\[gw\d+\]|\[ *\d+%\]| - .*|{word}", "", line).strip() for line in lines}
 
@@ -208,7 +209,11 @@ def cells(place: Place) -> list[Cell]:
 
 
 def output(command: Sequence[str], place: Place, seconds: float, environ: Mapping[str, str] = {}) -> str:
-    """Return what the command prints; end it and all its processes after ``seconds``."""
+    """Return what the command prints; end it and all its processes after ``seconds``.
+
+    Raises:
+        Failed: if the command takes too long or fails.
+    """
     own = {"RUNNER_CACHE": str(place.folder / "cache"), "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         command,

@@ -1,7 +1,7 @@
 """One program that trains for a few steps, in a process of its own: ``python -m benchmarks.gpu.gpu_speed``.
 
 All programs get the same micro-batches of packed rows and the same shape of model. The last line of the
-output is a JSON object with the speed without the first steps.
+output is a JSON object with the speed, in which the first steps are not counted.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from runner.training.prefetch import Prefetched
 from runner.training.rank import build_engine
 
 WARM_UP = 4
-"""First steps that are not counted: kernels are chosen, blocks compiled and moments created in them."""
+"""Number of first steps, not counted, in which kernels are chosen, blocks compiled and moments created."""
 BETAS = (0.9, 0.95)
 
 
 @dataclass
 class Clock:
-    """Measures steps. ``step`` is called after each of them."""
+    """A clock that measures the steps of a program, which calls ``step`` after each of them."""
 
     loader: DataLoader
     device: torch.device
@@ -50,7 +50,10 @@ class Clock:
         self.ends.append(time.perf_counter())
 
     def result(self, experiment: Experiment) -> dict[str, float]:
-        """Return tokens/s, MFU (of needed FLOPs, as in a run) and peak memory without the first steps."""
+        """Return tokens/s, MFU, step times and peak memory, without the first steps.
+
+        MFU counts the required FLOPs, as in a run. On a CPU, the peak memory is that of the whole process.
+        """
         stats = [self.loader.stats(step) for step in range(WARM_UP, len(self.ends))]
         seconds = self.ends[-1] - self.ends[WARM_UP - 1]
         steps = sorted(after - before for before, after in pairwise(self.ends[WARM_UP - 1 :]))

@@ -137,7 +137,7 @@ class Cell:
 
 
 class Bench:
-    """Measures cells on one set of ranks."""
+    """The measurement of cells on one device."""
 
     def __init__(self, device: Literal["cpu", "cuda"]) -> None:
         self.device = device

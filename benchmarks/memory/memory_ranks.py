@@ -59,10 +59,10 @@ def measure(
 
 
 def on_cpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
-    """Count the blocks that torch's profiler records as allocated and freed.
+    """Return the peak, during ``measured``, of the bytes that torch's profiler records as not freed.
 
-    The profiler does not record blocks that gloo's threads free. A block counts as freed when its address is
-    allocated again. Only a message whose address is not used again is counted until the end.
+    The profiler does not record blocks that gloo's threads free. Such a block counts as freed when its
+    address is allocated again, and counts until the end if it is not.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         begin()
@@ -101,7 +101,7 @@ def on_gpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
 
 
 def resident(begin: Callable[[], None], measured: Callable[[], None]) -> int:
-    """Return the peak increase of the resident memory of the process."""
+    """Return the peak resident memory in bytes during ``measured``, minus that before ``begin``."""
     gc.collect()
     before = memory("VmRSS")
     begin()

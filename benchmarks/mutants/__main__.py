@@ -1,7 +1,8 @@
-"""Measures which small mistakes the quick tests find: ``python -m benchmarks.mutants --seed 0``.
+"""The share of small mistakes that the quick tests find: ``python -m benchmarks.mutants --seed 0``.
 
-Lines are drawn at random. Each is changed in one small way in a copy of the checkout, and the quick tests
-that cover it run there. The mutant survives if none of them fails. Outcomes are kept in results/mutants.json.
+Lines are drawn at random. Each is changed in one small way, which makes a mutant, in a copy of the checkout,
+and the quick tests that cover the line run there. The mutant survives if none of them fails, and is killed
+otherwise. Outcomes are written to results/mutants.json.
 The exit code is 1 if too few mutants are killed.
 """
 
@@ -31,7 +32,7 @@ MUTATED = (*(f"components/{name}" for name in FOLDERS), "runner/training/loop.py
 
 
 def drawn_from(root: Path, paths: Sequence[str], count: int, seed: int) -> dict[Mutant, bytes]:
-    """Draw mutants of the files at and below some paths, each with the source of its file."""
+    """Draw ``count`` mutants of the files at and below ``paths``; return each with the source of its file."""
     files = [file for path in paths for file in (root / path, *(root / path).rglob("*.py")) if file.is_file()]
     sources = {file.relative_to(root).as_posix(): file.read_bytes() for file in files}
     analyst = coverage.Coverage(data_file=None, config_file=str(root / "pyproject.toml"))
@@ -45,7 +46,7 @@ def drawn_from(root: Path, paths: Sequence[str], count: int, seed: int) -> dict[
 def judge_all(
     mutants: Mapping[Mutant, bytes], covered: CoverageMap, trees: Sequence[Tree]
 ) -> list[dict[str, Any]]:
-    """Try the mutants, as many side by side as there are trees, and return the facts of each."""
+    """Try the mutants, as many at the same time as there are trees, and return the facts of each."""
     free: Queue[Tree] = Queue()
     for tree in trees:
         free.put(tree)

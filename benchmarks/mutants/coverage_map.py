@@ -1,4 +1,4 @@
-"""Finds the tests that cover a line, and their order, in coverage data with a context per test."""
+"""The tests that cover a line, and their order, from coverage data with a context per test."""
 
 import hashlib
 import os
@@ -41,7 +41,7 @@ def contexts_of(by_line: Mapping[int, list[str]], lines: Iterable[int]) -> set[s
 class CoverageMap:
     """The tests that cover each line, read from one database of coverage.py.
 
-    ``seconds`` is the duration of each test that may be chosen. If it is empty, all tests may be.
+    ``seconds`` has the duration of each test that may be chosen. If it is empty, all tests may be chosen.
     """
 
     def __init__(self, database: Path, root: Path, seconds: Mapping[str, float]) -> None:
@@ -60,7 +60,8 @@ class CoverageMap:
 
         If a fixture covers the line, every test of its file may kill the mutant, because coverage is recorded
         only for the first test that uses a shared fixture. If the line runs at import, every test that runs
-        other code of the mutated file may kill it, or else every test of the files that import it.
+        other code of the mutated file may kill the mutant. If there is no such test, every test that runs
+        code of a file that names the module may kill it.
         """
         path = mutant.path
         by_line = self.data.contexts_by_lineno(str(self.root / path)) or self.data.contexts_by_lineno(path)
@@ -75,7 +76,7 @@ class CoverageMap:
         return self._ordered(known, direct, in_module)
 
     def _of_importers(self, path: str) -> set[str]:
-        """Return the contexts of the files that import a module in which no function was called."""
+        """Return the contexts of the measured files that contain the dotted name of the module ``path``."""
         found = set[str]()
         for file in self.data.measured_files():
             if names_module(self.root / file, path):
@@ -86,9 +87,9 @@ class CoverageMap:
     def _ordered(self, tests: set[str], direct: set[str], in_module: Counter[str]) -> list[str]:
         """Sort by file, then by duration; tests that do not run the line, or take long, are at the end.
 
-        Files begin with the one that has the test with the largest share of its lines in the module, because
-        that is what it tests; others only run it. The tests of a file stay together, since each change of
-        file ends the fixtures of a module.
+        The first file is the one with the test that has the largest share of its covered lines in the module,
+        because this test is probably written for the module. The tests of a file stay together, because each
+        change of file ends the fixtures of a module.
         """
         files = {test: test.partition("::")[0] for test in tests}
         shares: defaultdict[str, float] = defaultdict(float)
@@ -104,14 +105,14 @@ class CoverageMap:
 
 
 def listed_files(root: Path) -> list[str]:
-    """Return the files that git tracks, and those that it does not ignore, as far as they exist."""
+    """Return the existing files of the checkout that git tracks or does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
     return sorted({name for name in names.split("\0") if (root / name).is_file()})
 
 
 def digest(root: Path) -> str:
-    """Return a checksum of everything that decides which test covers which line."""
+    """Return a checksum of all files that determine which test covers which line."""
     checksum = hashlib.sha256()
     for name in listed_files(root):
         if name.endswith((".py", ".yaml", ".toml")) and not name.startswith("benchmarks/"):
@@ -120,7 +121,10 @@ def digest(root: Path) -> str:
 
 
 def map_of(root: Path, database: Path | None) -> CoverageMap:
-    """Read the given database and the ``durations.jsonl`` next to it, or cached ones that are up to date."""
+    """Read the given database and the ``durations.jsonl`` next to it, or else the cached ones.
+
+    If the cached files are not up to date, the quick tests are measured first.
+    """
     cached = root / ".cache" / "mutants" / "coverage"
     record, stamp = (database or cached).with_name("durations.jsonl"), cached.with_name("digest")
     now = digest(root)

@@ -1,4 +1,4 @@
-"""Small changes to one source file, each spliced into the text such that every other byte stays as it is."""
+"""Small changes of one source file, each of which leaves all other bytes of the text as they are."""
 
 import ast
 import re
@@ -23,9 +23,9 @@ COMMUTATIVE = {"equal", "gcd", "lcm", "max", "maximum", "min", "minimum"}
 NO_STRINGS = re.compile(
     r"critical|debug|error|exception|info|print|warn|\w*(Error|Warning|warning)|cast|TypeVar"
 )
-"""Functions that write or make messages, or take the names of types: strings in their arguments stay."""
+"""Functions with messages or names of types as arguments. Strings in their arguments are not mutated."""
 TYPE = re.compile(r"[A-Z][a-z]|(?:dict|list|set|tuple|type)$")
-"""Names of types: the brackets behind them hold an annotation."""
+"""Names of types. The brackets after such a name contain an annotation, which is not mutated."""
 GPU_ONLY = re.compile(r"== '(?:cuda|nccl|liger)'|(?<!not )\b(?:is_cuda|transformer_engine)\b")
 """Conditions (in the style of `ast.unparse`) whose body runs only on a GPU. Its lines are not drawn.
 
@@ -33,7 +33,7 @@ Other lines that no CPU reaches carry a ``# pragma: no cover`` comment.
 """
 Deletable = ast.Expr | ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Raise
 Change = tuple[str, int, int, str]
-"""The operator's name, the first byte and the end of what is replaced, and the new text."""
+"""The name of the operator, the start and end of the replaced text as byte offsets, and the new text."""
 
 
 @dataclass(frozen=True, order=True)
@@ -81,7 +81,7 @@ class Place(NamedTuple):
 
 
 class Finder:
-    """Finds every mutant of one file, except in the lines that are excluded from coverage."""
+    """A finder of all mutants of one file, except in lines that are excluded from coverage."""
 
     def __init__(self, path: str, source: bytes, excluded: AbstractSet[int] = frozenset()) -> None:
         self.path, self.source, self.excluded = path, source, excluded

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 FILE = "MUTANTS_RECORD"
-"""Environment variable: the file to append to."""
+"""Environment variable with the path of the file to which events are appended."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave the recording to the controller of pytest-xdist, to which its workers report."""
+    """Disable this plugin in the workers of pytest-xdist, whose controller records their reports."""
     if hasattr(config, "workerinput"):
         config.pluginmanager.unregister(sys.modules[__name__])
 
@@ -43,7 +43,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def events(file: Path) -> list[dict[str, Any]]:
-    """Read the complete lines of a file that may still be written."""
+    """Read the events in the complete lines of a file to which lines may still be appended."""
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 

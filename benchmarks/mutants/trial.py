@@ -1,4 +1,4 @@
-"""Runs tests on a copy of the checkout in which one file is changed."""
+"""Runs of tests on a copy of the checkout in which one file is changed."""
 
 import os
 import shutil
@@ -21,16 +21,16 @@ from benchmarks.mutants.recorder import FILE, events
 
 FLAGS = ("-x", "-q", "-n0", "-pno:cacheprovider", "-pno:randomly", "-pbenchmarks.mutants.recorder")
 HANG_FACTOR, HANG_S = 10, 30.0
-"""Factor of a test's duration, plus seconds, after which the test counts as hanging."""
+"""Multiple of a test's usual duration, and seconds added to it, after which the test counts as hanging."""
 START_S = 10.0
-"""Duration of pytest's start, until its first test."""
+"""Usual duration in seconds of the start of pytest, until its first test."""
 
 
 class Outcome(NamedTuple):
     """Result of running tests on a mutant."""
 
     killer: str = ""
-    """The test that killed it; '' if it survived."""
+    """The test that killed the mutant, or '' if the mutant survived."""
     passed: int = 0
     """Number of tests that passed."""
     stopped: str = ""
@@ -102,7 +102,7 @@ class Tree:
 
 
 def outcome_of(tests: Sequence[str], code: int, stopped: str, found: Sequence[Mapping[str, str]]) -> Outcome:
-    """Return the outcome, with the first failure.
+    """Return the outcome, whose killer is the test that failed first.
 
     A failed collection or a process that dies counts as a failure. An exit code of 1 without a failed test
     does not: tests/conftest.py sets it if a session is over budget.

@@ -1,7 +1,8 @@
-"""Every layout trains the same curve: ``python -m benchmarks.parity``.
+"""A comparison of the curves of all layouts with those of one process: ``python -m benchmarks.parity``.
 
-Five steps of each row on each column are compared with the FSDP2 engine on one process with the same weights,
-all on CPU ranks. The exit code is 1 if an error exceeds the bound or if a row with a fault passes.
+A row of a table is a layout, and a column a kind of training. Five steps of each row on each column are
+compared with the FSDP2 engine on one process with the same weights, all on CPU ranks. The exit code is 1 if
+an error exceeds the bound or if a row with an injected fault passes.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def chosen(asked: argparse.Namespace, table: Table) -> list[tuple[Row, list[Column]]]:
-    """Return the requested rows with their columns, and always the controls."""
+    """Return the requested rows with their columns, and all controls, which are always measured."""
     columns = [column for column in table.columns if asked.columns is None or column.name in asked.columns]
     rows = [row for row in table.rows if asked.rows is None or row.name in asked.rows]
     control = [table.column(CONTROL_COLUMN)]
@@ -161,7 +162,7 @@ def verdict(line: Line) -> str:
 def report(lines: Sequence[Line], curves: dict[str, list[float]], table: Table) -> dict[str, Any]:
     """Return the table with versions and options for JSON.
 
-    ``curves`` are losses of the reference.
+    ``curves`` are the losses of the reference by column.
     """
     return {
         "date": date.today().isoformat(),

@@ -1,4 +1,4 @@
-"""One cell of the parity table: a run through the code of real runs, and its errors."""
+"""One cell of a parity table: a run with the code of all runs, and its errors against the reference."""
 
 import json
 import time
@@ -60,7 +60,7 @@ class Cell:
 
 
 class Bench:
-    """The files and run folders of a table, under ``root``."""
+    """The measurement of the cells of a table, with all files and run folders under ``root``."""
 
     def __init__(self, root: Path, table: Table = DENSE) -> None:
         self.root, self.table = root, table
@@ -71,7 +71,10 @@ class Bench:
             write_adapter(root / f"adapter_{stage}", (*table.experiment, f"stage={stage}"))
 
     def cell(self, row: Row, column: Column) -> tuple[Cell, Measured]:
-        """Train ``row`` on ``column``, and the reference of the column unless that is already done."""
+        """Train ``row`` on ``column``; return the errors and the results.
+
+        The reference of the column is trained first, unless it has been.
+        """
         if column.name not in self.references:
             self.references[column.name] = self.measure(REFERENCE, column)
         found = self.measure(row, column)
@@ -175,7 +178,7 @@ def length(sample: Sample) -> int:
 
 
 def write_adapter(path: Path, chosen: Sequence[str] = EXPERIMENT) -> None:
-    """Write an adapter for the model of the experiment ``chosen``, whose matrices are all nonzero."""
+    """Write an adapter with nonzero matrices for the model of the experiment ``chosen``."""
     config = composed([*chosen, "data=demo", "adapter=lora", "adapter.r=4", "run.name=adapter"])
     experiment = build_experiment(config, ConfigSources())
     shapes = experiment.adapter.shapes(experiment.model.build(experiment.model.config()))

@@ -90,7 +90,10 @@ TAKEN = tuple(replace(column, engines=("fsdp2", "megatron")) for column in COLUM
 
 
 def in_larger_micro_batches(number: int, row: Row) -> Row:
-    """Give a row larger micro-batches than the reference, since a balance by sequence ignores their size."""
+    """Return ``row`` with larger micro-batches than those of the reference.
+
+    With ``model.moe.aux_loss=sequence``, the result does not depend on the size of micro-batches.
+    """
     dims = row.dims or {}
     data_ranks = dims.get("dp", 1) * dims.get("dp_replicate", 1) * dims.get("dp_shard", 1)
     size = min((2, 4, 8)[number % 3], 16 // data_ranks)

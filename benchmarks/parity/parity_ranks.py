@@ -24,10 +24,10 @@ from tests.distributed.gradients import capture
 
 
 def train(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
-    """Train the run that is prepared in ``folder`` without output on the terminal.
+    """Train the run that was prepared in ``folder``, and return the gradients of the first step.
 
-    Returns:
-        the full clipped gradients of the first step by Hugging Face name on rank 0, {} on others.
+    They are unsharded and clipped, by Hugging Face name, on rank 0. Other ranks return {}. There is no output
+    on the terminal.
     """
     found: list[dict[str, Tensor]] = []
     build = rank.build_engine
@@ -58,8 +58,9 @@ def silence() -> Iterator[None]:
 def without_rounding() -> Iterator[None]:
     """Let ``torch.optim.Muon`` orthogonalise in float32.
 
-    It rounds to bfloat16, which turns differences of 1e-7 between equal gradients of two layouts into 4e-3
-    in a few elements of an update, and so into 2e-5 of a gradient norm five steps later.
+    Without this, the optimizer rounds to bfloat16, which turns differences of 1e-7 between the gradients of
+    two layouts into 4e-3 in a few elements of an update, and so into 2e-5 of a gradient norm five steps
+    later.
     """
     with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
         yield
@@ -67,7 +68,7 @@ def without_rounding() -> Iterator[None]:
 
 @contextmanager
 def broken(fault: Fault | None) -> Iterator[None]:
-    """Apply a fault to Megatron or to our engines inside the ``with`` block."""
+    """Inject a fault into Megatron or our code while the context is open. None means no fault."""
     if fault is None:
         yield
     else:
@@ -77,7 +78,10 @@ def broken(fault: Fault | None) -> Iterator[None]:
 
 @contextmanager
 def norms_not_summed() -> Iterator[None]:
-    """Skip the sum over tp ranks of norm gradients, which cover only a rank's own positions."""
+    """Skip the sum over tp ranks of the gradients of norm weights.
+
+    The gradients of a rank cover only its own positions.
+    """
     import components.engines.megatron.runtime.engine  # noqa: F401  patches megatron before it is used
 
     module = sys.modules["megatron.core.distributed.finalize_model_grads"]  # a function has the same name
@@ -118,7 +122,7 @@ def own_shard() -> Iterator[None]:
 
 @contextmanager
 def own_part() -> Iterator[None]:
-    """Let each tensor-parallel rank orthogonalise its own part of a matrix, as if it were a whole one."""
+    """Let each tensor-parallel rank orthogonalise its own part of a matrix, as if it were the full matrix."""
     from components.engines.megatron.runtime import whole_weights
 
     def alone(self: Any, *args: Any, **options: Any) -> None:
@@ -136,7 +140,7 @@ def own_part() -> Iterator[None]:
 
 @contextmanager
 def own_values() -> Iterator[None]:
-    """Let ranks quantise different values."""
+    """Let each rank multiply weights by a different factor before it quantises them."""
     quantize, factor = nf4.quantize, 1 + int(os.environ["RANK"]) / 100
 
     with mock.patch.object(nf4, "quantize", lambda matrix: quantize(matrix * factor)):

@@ -40,16 +40,16 @@ EXPERIMENT = (
 
 @dataclass(frozen=True)
 class Column:
-    """A stage, its data and its options."""
+    """A column of a parity table: a stage with its data and options."""
 
     name: str
     data: str
-    """Name of the file for ``data.train``, without its ending."""
+    """Name of the file for ``data.train``, without its extension."""
     overrides: tuple[str, ...]
     engines: tuple[str, ...] = ("fsdp2", "megatron")
-    """Engines that support it."""
+    """Engines that support the column."""
     adapted: bool = False
-    """Whether an adapter is trained. It starts with nonzero matrices, so that no gradient is zero."""
+    """Whether a written adapter is trained. It has nonzero matrices, so that no gradient is zero."""
 
     @property
     def stage(self) -> str:
@@ -132,7 +132,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A layout, and its description in run.json."""
+    """A row of a parity table: a layout, and the facts about it that run.json must contain."""
 
     name: str
     overrides: tuple[str, ...]
@@ -244,13 +244,13 @@ CONTROLS = (
         fault="own_count",
     ),
 )
-"""Rows that must fail. A table that passes them proves nothing."""
+"""Rows that must fail. If they pass, the table proves nothing."""
 CONTROL_COLUMN = "sft packed"
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Rows and columns of one model."""
+    """A parity table: the rows, columns and controls of one experiment."""
 
     name: str
     experiment: tuple[str, ...]

@@ -54,7 +54,7 @@ class LocalLauncher(Launcher):
 
 
 def returned(point: SweepJob) -> JobReturn:
-    """Return a completed job for any outcome, because Hydra would show only the first failure."""
+    """Return the job as completed, whatever its outcome; Hydra would show only the first failure."""
     loss = read_job_record(point.path).loss
     answer = JobReturn(overrides=point.overrides, status=JobStatus.COMPLETED)
     answer.return_value = math.nan if loss is None else loss

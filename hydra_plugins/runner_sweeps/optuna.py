@@ -67,7 +67,8 @@ class OptunaSweeper(Sweeper):
         """Run the unfinished trials of an earlier command, then new ones up to ``n_trials``.
 
         Raises:
-            ConfigError: if the command differs from that of the study that it resumes, or sweeps nothing.
+            ConfigError: if the command differs from that of the study that it resumes, sweeps nothing or has
+                a wrong option, or if another command uses the sweep folder.
         """
         sweep = Path(os.environ[SWEEP_FOLDER])
         parser = OverridesParser.create(config_loader=self.loader)
@@ -81,7 +82,11 @@ class OptunaSweeper(Sweeper):
                 self.launch(study, space, sweep, new)
 
     def check(self, space: SearchSpace) -> None:
-        """Check distributions, sampler, pruner and choices before the first job."""
+        """Check distributions, sampler, pruner and choices before the first job.
+
+        Raises:
+            ConfigError: if one of them is wrong, or a pruner is chosen for a run without evaluations.
+        """
         space.distributions()
         make_sampler(self.sampler, self.sampler_options, self.seed, 0, space)
         examples = space.examples()

@@ -1,4 +1,4 @@
-"""The study of a sweep: Optuna's record of its trials, in a file that many processes write to."""
+"""The study of a sweep: Optuna's record of its trials, in a file to which many processes write."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -57,7 +57,7 @@ def open_study(sweep: Path, space: SearchSpace) -> "Study":
 
 
 def ask_trial(study: "Study", space: SearchSpace, sampler: "BaseSampler") -> "FrozenTrial":
-    """Create the next trial; its number is the number of earlier trials."""
+    """Create and return the next trial, whose number is the count of earlier trials."""
     from optuna.samplers import RandomSampler
 
     study.sampler = sampler
@@ -84,10 +84,10 @@ def tell_trial(study: "Study", trial: "FrozenTrial", record: JobRecord | None) -
 def make_sampler(
     name: str, options: Mapping[str, object] | None, seed: int, number: int, space: SearchSpace
 ) -> "BaseSampler":
-    """Make a new sampler for trial ``number``, so that a resumed search draws the same values.
+    """Make a new sampler for trial ``number``, with which a resumed sweep samples the same values.
 
     Raises:
-        ConfigError: if there is no such sampler, or it has no such options.
+        ConfigError: if there is no such sampler, it has no such options, or a grid is not possible.
     """
     from optuna.samplers import GridSampler, RandomSampler, TPESampler
 
@@ -129,7 +129,7 @@ def make_optuna(
 
 
 class TrialPruner:
-    """The pruner in a job: it reports evaluations to the study and returns whether to end the run."""
+    """The pruner of a job, which reports evaluations to the study and returns whether to end the run."""
 
     def __init__(
         self, number: int, sweep: str, pruner: str, pruner_options: Mapping[str, object] | None

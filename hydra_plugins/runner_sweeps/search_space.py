@@ -27,7 +27,7 @@ class SearchSpace:
 
     @classmethod
     def of(cls, overrides: Sequence[Override]) -> "SearchSpace":
-        """Build the space; if a key is given twice, the last value counts.
+        """Build the space; if a key is given several times, the last value is used.
 
         Raises:
             ConfigError: if no key varies.

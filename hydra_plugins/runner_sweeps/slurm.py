@@ -44,7 +44,10 @@ class SlurmLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs and return their losses, which are NaN for failed jobs.
 
-        A failed job does not raise, but its job record has the error.
+        A failed job does not raise an error here; the error is in its job record.
+
+        Raises:
+            ConfigError: if an option of the launcher is wrong, or SLURM does not accept the jobs.
         """
         setup_globals()
         sweep, allocation = Path(os.environ[SWEEP_FOLDER]), self.allocation()
@@ -86,7 +89,7 @@ class SlurmLauncher(Launcher):
 def accepted(config: DictConfig, allocation: "SbatchOptions") -> "SlurmJob | None":
     """Build and check the job of one composed config.
 
-    None means that it is refused; its job record then has the error.
+    None means that the job is refused; its job record then has the error.
     """
     from runner.cli import explained, provenance, resolved
     from runner.sweeps.slurm.job import SlurmJob
@@ -138,7 +141,10 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 
 def returned(config: DictConfig, sweep: Path) -> JobReturn:
-    """Return a completed job for any outcome: Hydra would raise for a failed job and hide the others."""
+    """Return the job as completed, whatever its outcome.
+
+    For a failed job Hydra would raise an error, which would hide the outcomes of the other jobs.
+    """
     path = sweep / "jobs" / f"{config.hydra.job.num}.json"
     record = read_job_record(path) if path.exists() else None
     ended = record is not None and record.status in {"completed", "pruned"}

@@ -1,4 +1,4 @@
-"""The folder of a sweep."""
+"""Creation of the folder of a sweep, by a callback of Hydra."""
 
 import os
 import re
@@ -33,10 +33,10 @@ class SweepFolder(Callback):
 
 
 def make_folder(config: DictConfig) -> Path:
-    """Create the folder of a sweep and return it.
+    """Create the folder of a sweep and return its absolute path.
 
     Raises:
-        ConfigError: if the folder cannot be made, a swept key has no value, or
+        ConfigError: if the folder cannot be created, a swept key has no value, or
             ``hydra.sweeper.study_name`` is not a valid folder name.
     """
     from components.home import expand_home

@@ -19,7 +19,8 @@ def parse_pairs(
     """Parse KEY=VALUE arguments; ``~`` is expanded in paths.
 
     Raises:
-        ConfigError: if an argument is not KEY=VALUE, a key or a value is unknown, or a key is missing.
+        ConfigError: if an argument is not KEY=VALUE, a key or a value is unknown, or a key of ``needed`` is
+            missing.
     """
     given: dict[str, str] = {}
     for argument in arguments:
@@ -52,7 +53,11 @@ def first_line(text: str | None) -> str:
 
 
 def number(given: Mapping[str, str], key: str, default: float, *, least: float) -> float:
-    """Return the value of ``key`` as a number, or raise ConfigError if it is not one or below ``least``."""
+    """Return the value of ``key`` as a float, or ``default`` if the key is not given.
+
+    Raises:
+        ConfigError: if the value is not a finite number, or is below ``least``.
+    """
     text = given.get(key)
     if text is None:
         return default
@@ -66,7 +71,11 @@ def number(given: Mapping[str, str], key: str, default: float, *, least: float) 
 
 
 def whole_number(given: Mapping[str, str], key: str, default: int, *, least: int) -> int:
-    """Return the value of ``key`` as an integer, or raise ConfigError if it is not one or below ``least``."""
+    """Return the value of ``key`` as an integer, or ``default`` if the key is not given.
+
+    Raises:
+        ConfigError: if the value is not an integer, or is below ``least``.
+    """
     value = number(given, key, default, least=least)
     if value != int(value):
         raise ConfigError(f"{key}: must be a whole number, got {given[key]}.")

@@ -27,7 +27,11 @@ KEYS: Keys = {"checkpoint": None, "system": None, **sampling.KEYS}
 
 
 def chat(arguments: Sequence[str]) -> None:
-    """Answer the lines of standard input until it ends."""
+    """Answer the lines of standard input until it ends.
+
+    Raises:
+        ConfigError: if an argument is wrong, or the model cannot be read or has no chat template.
+    """
     given = parse_pairs(arguments, KEYS, "checkpoint", usage=__doc__)
     options, seed = sampling.read_sampling(given)
     import torch

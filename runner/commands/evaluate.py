@@ -25,9 +25,9 @@ from runner.config.sources import is_trusted, name_of
 from runner.launch.run_record import RunRecord
 
 _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep", "hook")
-"""Groups of the run's options that apply only to training."""
+"""Groups of the run's overrides that an evaluation leaves out."""
 _DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
-"""The keys that name data only with ``data=llamafactory``."""
+"""Keys that name data sets, which only the option ``data=llamafactory`` has."""
 _CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")
 ADAPTER_CONFIG = "adapter_config.json"
 _TRAINING = (
@@ -37,11 +37,11 @@ _TRAINING = (
 
 
 def evaluation(arguments: Sequence[str]) -> list[str]:
-    """Return the overrides of ``python -m runner`` that evaluate the model.
+    """Return the overrides with which ``python -m runner`` evaluates the model.
 
     Raises:
-        ConfigError: if no checkpoint is given, it is of a kind that cannot be evaluated, or its run names
-            code that is not trusted.
+        ConfigError: if not exactly one checkpoint is given, it is of a kind that cannot be evaluated, or its
+            run names code that is not trusted.
     """
     given = [word for word in arguments if not word.startswith(("checkpoint=", "trust="))]
     named = [word.partition("=")[2] for word in arguments if word.startswith("checkpoint=")]
@@ -64,7 +64,11 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
 
 
 def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
-    """Return the overrides that load an adapter on its base model, which ``given`` may name."""
+    """Return the overrides that load an adapter on its base model, which ``given`` may name.
+
+    Raises:
+        ConfigError: if neither the adapter nor ``given`` names a base model.
+    """
     from components.adapters.peft_folder import as_overrides  # imports torch, which takes seconds
 
     own = as_overrides(adapter)
@@ -79,7 +83,11 @@ def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
 
 
 def recorded(folder: Path) -> list[str]:
-    """Return the overrides of the run that a checkpoint is from, and those that load the checkpoint."""
+    """Return the overrides of the run that a checkpoint is from, and those that load the checkpoint.
+
+    Raises:
+        ConfigError: if ``folder`` is neither a run folder nor in the checkpoints of one.
+    """
     run = next((place for place in (folder, folder.parent.parent) if (place / "run.json").is_file()), None)
     if run is None:
         raise ConfigError(
@@ -114,9 +122,10 @@ def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
 
 
 def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return overrides that leave the training data unread, if other evaluation data is given.
+    """Return overrides that replace the training data by the given evaluation data, else [].
 
-    ``known`` are the overrides of the run. If it trained on the demo data, a file is read by ``data=files``.
+    The data of the run is then not read. ``known`` are the overrides of the run. ``data=files`` is added
+    unless the run or ``given`` chooses an experiment, or data other than ``demo`` and ``stdlib``.
     """
     values = {name_of(word): word.partition("=")[2] for word in given}
     if "data.eval_dataset" in values:

@@ -68,6 +68,10 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
     """Export the checkpoint that ``given`` names, and return the written folder.
 
     The config of the checkpoint's run describes the model.
+
+    Raises:
+        ConfigError: if the checkpoint cannot be read, the output folder is not empty, or ``merge`` or
+            ``dtype`` does not apply to the checkpoint.
     """
     from components.adapters.merge import new_folder
     from runner.commands.trained_model import read_checkpoint

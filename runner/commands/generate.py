@@ -39,7 +39,12 @@ KEYS: Keys = {
 
 
 def generate(arguments: Sequence[str]) -> None:
-    """Write the completion of each prompt."""
+    """Write the completion of each prompt.
+
+    Raises:
+        ConfigError: if an argument is wrong, the prompts or the model cannot be read, or the output cannot be
+            written.
+    """
     given = parse_pairs(arguments, KEYS, "checkpoint", "prompts", usage=__doc__)
     metric = given.get("metric", "exact_match")
     if "metric" in given and "answer" not in given:
@@ -84,7 +89,7 @@ def generate(arguments: Sequence[str]) -> None:
 
 
 def scorer(metric: str) -> Callable[[str, str], float]:
-    """Return a function of the right answer and a completion that gives a score from 0 to 1.
+    """Return the function that maps the right answer and a completion to a score from 0 to 1.
 
     Raises:
         ConfigError: if ``metric`` needs the package rouge-score, which is not installed.

@@ -46,7 +46,7 @@ def import_config(arguments: Sequence[str]) -> None:
 
 
 def page(result: Translation) -> list[str]:
-    """Return the command, one option a line, and the comments below it."""
+    """Return the command, with one override on each line, and the lines of the comments below it."""
     words = [f"{key}={hydra_value(value)}" for key, value in result.words.items()]
     lines = ["python -m runner", *(f"  {shlex.quote(word)}" for word in words)]
     out = [" \\\n".join(lines)]
@@ -58,7 +58,7 @@ def page(result: Translation) -> list[str]:
 
 
 def hydra_value(value: object) -> str:
-    """Return a value as Hydra reads it on the command line."""
+    """Return ``value`` in the syntax of Hydra's overrides."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
@@ -72,10 +72,12 @@ def hydra_value(value: object) -> str:
 
 
 def read(tool: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options of a file, and the ``stage`` and the ``ranks`` that its command line names.
+    """Return the options of a file, and a mapping with the ``stage`` and the ``ranks`` of a command line.
+
+    The mapping is empty for a YAML or JSON file.
 
     Raises:
-        ConfigError: if the file is missing or cannot be read.
+        ConfigError: if the file is of another kind, is missing, or cannot be read or parsed.
     """
     kinds = [".yaml", ".yml", ".json", *([".txt", ".sh"] if tool == "trl" else [])]
     if path.suffix not in kinds:
@@ -105,7 +107,11 @@ def read_options(path: Path) -> dict[str, Any]:
 
 
 def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what ``read`` returns, from the command line of a launcher, a script and its options."""
+    """Parse the command line of a launcher, a script and its options; return what ``read`` returns.
+
+    Raises:
+        ConfigError: if a word after the script is not an option or the value of one.
+    """
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     found: dict[str, str] = {}
     start = 0
@@ -132,7 +138,8 @@ def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]
 def flags(words: Sequence[str]) -> dict[str, Any]:
     """Return the values of ``--name value``, ``--name=value`` and ``--name``.
 
-    Words before the first name have the name "".
+    A name without a value has the value True, one with several values has a list. ``--no_NAME`` sets NAME to
+    False, except ``--no_cuda``. Words before the first name have the name "".
     """
     found: dict[str, list[Any]] = {}
     name = ""

@@ -15,11 +15,11 @@ TOOLS = ("llamafactory", "axolotl", "trl")
 GROUPS = ("stage", "model", "data", "adapter", "parallelism", "optimizer", "scheduler", "run")
 """The order of the groups in the command."""
 ADAPTERS = ("none", "lora", "qlora", "dora")
-"""The options of the group ``adapter``. If several are chosen, the last one of this list counts."""
+"""Options of the group ``adapter``, in ascending order of precedence if several are chosen."""
 OFF = "(off)"
 LISTS = ("adapter.target_modules", "adapter.modules_to_save")
 COMBINED = ("stage.loss", "stage.loss_weights")
-"""Keys that may be lists."""
+"""Keys whose value may be a list with several entries."""
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "input_output": "segments"}
 """Type of an axolotl data set -> our format. Types that begin with ``chat_template`` are not among them."""
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
@@ -27,7 +27,7 @@ FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
 @dataclass
 class Translation:
-    """The command, and what it leaves out."""
+    """The translated command, and the options of the file that it leaves out."""
 
     tool: str
     given: dict[str, Any]
@@ -46,7 +46,11 @@ class Translation:
         return next((value for value in found if value is not None), None)
 
     def number(self, *names: str) -> float | None:
-        """Return the value of ``take`` as a number, or raise ConfigError if it is not one."""
+        """Remove options as ``take`` does, and return the value as a float.
+
+        Raises:
+            ConfigError: if the value is not a number.
+        """
         value = self.take(*names)
         try:
             return None if value is None else float(value)
@@ -59,7 +63,7 @@ class Translation:
             self.missing[f"{name}={' '.join(str(self.given[name]).split())[:80]}"] = why
 
     def skip(self, name: str, why: str) -> None:
-        """Remove an option, and record that it is not needed if the file gives it."""
+        """Remove an option and, if the file gives it, record that it is not needed."""
         self.left.pop(name, None)
         self.needless |= {name: why} if name in self.given else {}
 
@@ -85,7 +89,8 @@ def translate(
     """Return the command for the options of ``tool``; ``file`` is their source, for messages.
 
     Raises:
-        ConfigError: if an option is unknown, or the stage is not known or does not exist here.
+        ConfigError: if an option is unknown or has a wrong value, the model, the data or the stage is
+            missing, the stage does not exist here, or a file of LLaMA-Factory is not for training.
     """
     given = {name: value for name, value in options.items() if value is not None and value != ""}
     work = Translation(tool, given)
@@ -132,7 +137,10 @@ def check_names(work: Translation, options: Mapping[str, Any], file: str) -> Non
 
 
 def check_trains(given: Mapping[str, Any], file: str) -> None:
-    """Raise ConfigError with the right command if a file of LLaMA-Factory is not for training."""
+    """Raise ConfigError, with what to use instead, if a file of LLaMA-Factory cannot be translated.
+
+    It cannot if it is not for training, or has ``finetuning_type: freeze``.
+    """
     start = given.get("adapter_name_or_path") or given.get("model_name_or_path", "DIR")
     if "export_dir" in given:
         command = f"python -m runner.export adapter={start} merge=true output={given['export_dir']}"
@@ -171,7 +179,11 @@ def convert(work: Translation, name: str) -> None:
 
 
 def ours_of(row: Counterpart, key: str, switched: str, value: Any) -> object:
-    """Return our value of ``key``, None if ``value`` cannot be converted, or OFF if none has to be set."""
+    """Return the value of our ``key`` that is equivalent to ``value`` of the other tool's option.
+
+    None means that ``value`` cannot be converted, OFF that the key need not be set. ``switched`` is our value
+    if ``row`` has KEY=VALUE, else "".
+    """
     values = listed(value)
     if key in LISTS and not switched:
         words = [part.strip() for part in value.split(",")] if isinstance(value, str) else values
@@ -188,7 +200,11 @@ def ours_of(row: Counterpart, key: str, switched: str, value: Any) -> object:
 
 
 def choose_stage(work: Translation, stage: str | None, file: str) -> None:
-    """Set ``stage`` and, if the tool's stage is a loss of another stage here, ``stage.loss``."""
+    """Set ``stage`` and, if the tool's stage is a loss of another stage here, ``stage.loss``.
+
+    Raises:
+        ConfigError: if the stage is missing, or does not exist here.
+    """
     theirs = work.take("stage", "rl")
     if work.tool == "axolotl" and work.take("reward_model"):
         theirs = "rm"
@@ -263,7 +279,11 @@ def choose_adapter(work: Translation) -> None:
 
 
 def choose_batch(work: Translation, ranks: int | None) -> None:
-    """Set the layout, ``run.micro_batch_size`` and ``run.global_batch_size``."""
+    """Set the layout, ``run.micro_batch_size`` and ``run.global_batch_size``.
+
+    Raises:
+        ConfigError: if ``ranks`` is not divisible by the product of the sizes of the layout.
+    """
     tp = int(work.number("tensor_parallel_size") or 1)
     cp = int(work.number("context_parallel_size", "sequence_parallel_degree") or 1)
     replicas = int(work.number("dp_replicate_size") or 1)
@@ -344,7 +364,11 @@ def choose_cadences(work: Translation) -> None:
 
 
 def cadence(work: Translation, key: str, strategy: str, every: float, parts: float | None) -> None:
-    """Set a cadence: every epoch, ``every`` (steps, or a share of the run), or ``parts`` times an epoch."""
+    """Set the cadence ``key``, if it is not off.
+
+    It is one epoch, ``every`` steps (a share of the run if below 1), or a ``parts``-th of an epoch.
+    ``strategy`` is the other tool's: ``epoch``, ``steps``, ``best`` or ``no``.
+    """
     epochs = work.words.get("run.epochs")
     if strategy == "best":
         work.words["checkpoint.keep_best"] = "eval/loss"
@@ -359,7 +383,7 @@ def cadence(work: Translation, key: str, strategy: str, every: float, parts: flo
 
 
 def dataset_info(work: Translation) -> None:
-    """Set LLaMA-Factory's data."""
+    """Translate LLaMA-Factory's options of data."""
     names, evaluated = work.take("dataset"), work.take("eval_dataset")
     work.words |= {"data": "llamafactory", "data.dataset_info": work.take("dataset_dir")}
     for key, given in (("data.dataset", names), ("data.eval_dataset", evaluated)):
@@ -427,7 +451,11 @@ def hub_datasets(work: Translation) -> None:
 
 
 def axolotl_datasets(work: Translation) -> None:
-    """Set axolotl's ``datasets`` and ``test_datasets``."""
+    """Translate axolotl's ``datasets`` and ``test_datasets``.
+
+    Raises:
+        ConfigError: if ``datasets`` is empty, or an entry is not a mapping with a path.
+    """
     sources, tests = listed(work.take("datasets")), listed(work.take("test_datasets"))
     if not sources or not all(isinstance(item, dict) and "path" in item for item in [*sources, *tests]):
         raise ConfigError("datasets: must be a list of mappings with a path; correct it.")
@@ -461,17 +489,17 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "train_on_eos": ("turn",),
     "chat_template": ("tokenizer_default",),
 }
-"""Values of other keys of an entry that need no option here."""
+"""Other keys of an entry -> their values for which no option is needed here."""
 UNREAD = {
     "roles_to_train": "the turns of the assistant are trained on",
     "train_on_eos": "the token that ends a turn of the assistant is trained on",
     "chat_template": "model.chat_template is that of all data",
 }
-"""The rule that applies here, for any other value of these keys."""
+"""Keys of ``USUAL`` -> the rule that applies here, which is reported for any other value."""
 
 
 def lost(item: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of an entry of ``datasets`` without a counterpart, each with what to do or to know."""
+    """Return the keys of an entry of ``datasets`` without an equivalent, each with the reason or remedy."""
     found = {}
     for name, value in item.items():
         if name not in READ and value is not None and value not in USUAL.get(name, ()):
@@ -527,7 +555,7 @@ ENTRIES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "subset": lambda item: item.get("name"),
     "revision": lambda item: item.get("revision"),
 }
-"""The options of data that are read from an entry of ``datasets``."""
+"""Key of the group ``data`` -> the function that returns its value for an entry of ``datasets``."""
 
 
 def held_out(work: Translation, name: str) -> None:
@@ -539,14 +567,14 @@ def held_out(work: Translation, name: str) -> None:
 
 
 def place(name: object) -> str:
-    """Return a path as it is, and the name of a data set of the hub as ``hub:NAME``."""
+    """Return ``name`` unchanged if it is a path, or as ``hub:NAME`` if it is a data set of the hub."""
     text = str(name)
     is_path = text.startswith((".", "/", "~")) or Path(text).suffix in FILES or Path(text).exists()
     return text if is_path else f"hub:{text}"
 
 
 def files_of_split(name: object, split: str) -> str:
-    """Return the pattern of the files of ``split`` in a folder; for any other name, see ``place``."""
+    """Return the pattern of the files of ``split`` in the folder ``name``, or ``place(name)`` without any."""
     folder = Path(str(name))
     if folder.is_dir() and any(path.suffix in FILES for path in folder.glob(f"{split}*")):
         return str(folder / f"{split}*")
@@ -558,7 +586,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def leave_out_unread(work: Translation) -> None:
-    """Remove words that the chosen option of their group does not read."""
+    """Remove the overrides of keys that the chosen option of their group does not have."""
     chosen = {"parallelism": "single", "scheduler": "cosine", "optimizer": "adamw", "adapter": "none"}
     for key in list(work.words):
         group, _, rest = key.partition(".")

@@ -35,7 +35,11 @@ def report(arguments: Sequence[str]) -> None:
 
 
 def watch(folder: Path, output: Path) -> None:
-    """Write the page every ``WATCH_S`` seconds until Ctrl-C, then once more without automatic refresh."""
+    """Write the page every ``WATCH_S`` seconds until Ctrl-C, then once more without automatic refresh.
+
+    Raises:
+        KeyboardInterrupt: if another signal than Ctrl-C ends it.
+    """
     try:
         while True:
             time.sleep(WATCH_S)
@@ -106,9 +110,10 @@ def entry(sweep: Path, record: JobRecord) -> Entry:
 
 
 def where_now(sweep: Path, folder: Path) -> Path:
-    """Return ``folder``, or if it is gone, the same run next to ``sweep``, if it is there.
+    """Return the present path of the run folder that a job of ``sweep`` recorded as ``folder``.
 
-    All outputs may have been moved or copied together.
+    If ``folder`` does not exist, but NAME/STAMP of the run exists next to the folder of all sweeps, that path
+    is returned, because all outputs may have been moved or copied together. Otherwise it is ``folder``.
     """
     moved = sweep.parent.parent.joinpath(*folder.parts[-2:])
     return moved if not folder.is_dir() and moved.is_dir() else folder

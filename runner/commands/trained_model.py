@@ -27,7 +27,8 @@ def read_checkpoint(given: Mapping[str, str]) -> tuple[CheckpointModel, torch.dt
     """Return the model in the checkpoint that ``given`` names, and the dtype of its run.
 
     Raises:
-        ConfigError: if there is none, its run has no config, or the config names code that is not trusted.
+        ConfigError: if there is no such checkpoint, its run has no config, a value in the config is wrong, or
+            the config names code that is not trusted.
     """
     point = resolve_checkpoint("checkpoint", given["checkpoint"])
     run = point.parent.parent
@@ -59,7 +60,7 @@ def open_model(given: Mapping[str, str]) -> tuple[PreTrainedModel, PreTrainedTok
 
     That is a folder that transformers or peft reads, such as an export or an adapter, or a checkpoint or run
     folder of this program. A checkpoint is first exported to a temporary folder ($TMPDIR). The model is moved
-    to the GPU if it takes less than half of its free memory.
+    to the GPU if it takes less than half of the GPU's free memory.
 
     Raises:
         ConfigError: if the model cannot be read, is a reward model, or needs code that is not trusted.

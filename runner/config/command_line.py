@@ -5,14 +5,14 @@ from itertools import pairwise
 
 
 def is_sweep(command: Sequence[str]) -> bool:
-    """Return whether ``command`` starts more than one run."""
+    """Return whether ``command`` starts a sweep."""
     return any(word in ("-m", "--multirun") or word.startswith("sweep=") for word in command)
 
 
 def single_job_overrides(overrides: Sequence[str], command: Sequence[str]) -> list[str]:
     """Return the arguments with which one job of the sweep ``command`` runs by itself.
 
-    A sweep file among ``overrides`` no longer starts a sweep.
+    If ``overrides`` has ``sweep=OPTION``, ``hydra.mode=RUN`` is added, with which it does not start a sweep.
     """
     places = [word for word in command if word.startswith(("--config-dir=", "-cd="))]
     pairs = pairwise(command)

@@ -1,4 +1,4 @@
-"""Building of components from a composed config, with every key checked against their signatures."""
+"""Building of components from a composed config, whose keys are checked against the signatures."""
 
 import inspect
 import json
@@ -46,7 +46,7 @@ GROUPS: Mapping[str, type] = {
     "stage": Loss,
     "data": DataConfig,
 }
-"""Groups with one component, and the contracts that their components implement."""
+"""Group with one component -> the contract that the component implements."""
 NODES: Mapping[str, type] = {
     "run": RunConfig,
     "checkpoint": CheckpointConfig,
@@ -54,12 +54,12 @@ NODES: Mapping[str, type] = {
     "profiler": ProfilerConfig,
     "preflight": PreflightConfig,
 }
-"""Top-level nodes that are not groups, and the classes that check them."""
+"""Top-level node that is not a group -> the class that checks its keys."""
 
 NAMED: Mapping[str, type] = {"hook": Hook, "logger": LoggerSpec}
-"""Groups with any number of components, each under a name, and the contracts that these implement."""
+"""Group with any number of named components -> the contract that each of them implements."""
 EXAMPLES = {"hook": "ema.decay", "logger": "wandb.mode"}
-"""An example of a component and its key, for each of these groups."""
+"""Group of ``NAMED`` -> an example, COMPONENT.KEY, for messages."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,11 @@ def build_experiment(config: Config, where: ConfigSources) -> Experiment:
 
 
 def build_named(group: str, nodes: object, where: ConfigSources) -> dict[str, Any]:
-    """Build each component of a group from its node ``GROUP.NAME``."""
+    """Build each component of a group from its node ``GROUP.NAME``; return them by name.
+
+    Raises:
+        ConfigError: if ``nodes`` or a node is not a mapping, or a component is wrong.
+    """
     if not isinstance(nodes, Mapping):
         example, _, _ = EXAMPLES[group].partition(".")
         raise ConfigError(
@@ -143,7 +147,8 @@ def build_component(group: str, node: Config, where: ConfigSources) -> Any:
 
     Raises:
         ConfigError: before the class is called, if it cannot be imported, does not implement the contract of
-            its group, or is named in the config of a folder and comes from a module that is not trusted.
+            its group, or is named in the config of a run folder and comes from a module that is not trusted;
+            also if a key is wrong (see ``construct``).
     """
     path = node.get("_target_") if isinstance(node, Mapping) else None
     if not isinstance(path, str):
@@ -172,9 +177,10 @@ def build_component(group: str, node: Config, where: ConfigSources) -> Any:
 
 
 def check_trusted(name: str, path: str, module: str, where: ConfigSources) -> None:
-    """Raise ConfigError if the config was read from a folder, and ``module`` is not trusted.
+    """Raise ConfigError if the config was read from a run folder, and ``module`` is not trusted.
 
-    ``path`` is the value of the key ``name``. An import runs code too, so the check of the path comes first.
+    ``path`` is the value of the key ``name``. It is checked before the import, because an import runs code;
+    the module that defines the imported class is checked afterwards.
     """
     if where.run_folder is not None and not is_trusted(module, where.trusted):
         source = path if module == path else f"{path}, which is defined in {module},"
@@ -185,7 +191,11 @@ def check_trusted(name: str, path: str, module: str, where: ConfigSources) -> No
 
 
 def construct(target: Callable[..., T], group: str, values: Config, where: ConfigSources) -> T:
-    """Return ``target(**values)`` after checking every key and type against the signature."""
+    """Return ``target(**values)`` after checking every key and type against the signature.
+
+    Raises:
+        ConfigError: if ``values`` is not a mapping, a key is unknown or missing, or a value has another type.
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{group} ({where.of(group)}): must be a mapping of keys, got {values!r}.")
     parameters = inspect.signature(target).parameters
@@ -207,7 +217,10 @@ def construct(target: Callable[..., T], group: str, values: Config, where: Confi
 def coerce(name: str, value: object, annotation: Any, where: ConfigSources) -> Any:
     """Return ``value`` validated as the type ``annotation``.
 
-    Validation is strict: text is not accepted as a number, for example, but a list may become a tuple.
+    Validation is strict: a string is not accepted as a number, for example. A list may become a tuple.
+
+    Raises:
+        ConfigError: if ``value`` is not of this type.
     """
     if isinstance(annotation, type) and is_dataclass(annotation) and isinstance(value, Mapping):
         return construct(annotation, name, value, where)

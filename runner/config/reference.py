@@ -25,7 +25,7 @@ OPTION_GROUPS = (*GROUPS, *NAMED, "debug", "experiment", "sweep", "hydra/launche
 LINE = re.compile(r"( *)(?:(\w+):(?: +(?!#)\S.*?)?)?(?:(?:^| *)# (.*))?")
 """Indentation, key and comment of a line. The value between them contains no " # "."""
 READERS = {"hydra_plugins.runner_sweeps.slurm.SlurmLauncher": "runner.sweeps.slurm.sbatch.SbatchOptions"}
-"""Classes that pass their options on -> the classes that read them."""
+"""Class that passes all its arguments on -> the class that defines the arguments."""
 INTRODUCTION = """# Configuration
 
 Every key with its default, its type and its description, from the files of `conf/` and the classes that read
@@ -48,18 +48,18 @@ TYPES: Mapping[object, str] = {
 
 @dataclass(frozen=True)
 class OptionFile:
-    """A file of conf/, with what it inherits from the option that it extends."""
+    """The content of a file of conf/, and what it inherits from the option that it extends."""
 
     own: Json
-    """The keys that it sets itself."""
+    """The keys that the file itself sets, with their values."""
     header: str
-    """The comment at its beginning."""
+    """The comment at the beginning of the file."""
     comments: Mapping[str, str]
-    """The descriptions of its dotted keys and of those that it inherits."""
+    """The descriptions of the file's own and inherited keys, by dotted key."""
     target: str | None
-    """The class that reads it. None means that it is a set of changes to other nodes."""
+    """The ``_target_``, own or inherited. None means that the file sets keys of other nodes."""
     base: str | None
-    """The option that it extends, if any."""
+    """The option that the file extends. None means that it extends none."""
 
 
 def read_option(path: Path) -> OptionFile:

@@ -1,6 +1,7 @@
 """Names of keys before version 0.2.0.
 
-On a command line they are an error, which gives the new name. In an old run folder they are read.
+On a command line such a name is an error, whose message gives the new name. In the config of an old run
+folder it is accepted.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The keys that the training loop itself reads; all others belong to a component.
+"""The keys that configure the run itself; all others belong to a component.
 
 The comments of conf/config.yaml describe every key.
 """
@@ -14,14 +14,14 @@ from components.contracts.errors import ConfigError, check_at_least_one
 from components.proof.small_model import Limits
 
 MOST_DEVICES = 2**20
-"""Layouts of more devices are not searched."""
+"""Largest number of devices for which a layout is searched."""
 LARGEST_SCALE = 2.0**127
 """Largest power of 2 in fp32."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """``run.*``: length, batches, numbers and output of a run."""
+    """``run.*``: length, batches, precision, output and limits of a run."""
 
     name: str
     output_dir: str
@@ -29,14 +29,14 @@ class RunConfig:
     epochs: float | None
     global_batch_size: int
     micro_batch_size: int | Literal["auto"]
-    """``auto`` until the launch has chosen a number, which is what the ranks read."""
+    """Number of rows. It is ``auto`` until the launch has chosen a number, which the ranks then read."""
     seed: int
     dtype: Literal["fp32", "bf16", "fp8", "fp16"]
     loss_scale: LossScaling
     device: Literal["auto", DeviceKind]
     log_every: int
     eval_every: float
-    """Steps, or a share of the run below 1."""
+    """Number of steps, or, if below 1, a share of the run."""
     eval_every_epochs: int
     eval_on_start: bool
     eval_at_end: bool
@@ -98,7 +98,7 @@ class RunConfig:
 
     @property
     def rows_per_microbatch(self) -> int:
-        """``micro_batch_size``, or 1, the smallest size, as long as it is ``auto``."""
+        """``micro_batch_size``, or the smallest size, 1, while it is ``auto``."""
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
 
 
@@ -107,7 +107,7 @@ class CheckpointConfig:
     """``checkpoint.*``: saving, retention, resuming and initial weights."""
 
     save_every: float
-    """Steps, or a share of the run below 1."""
+    """Number of steps, or, if below 1, a share of the run."""
     save_every_epochs: int
     model_only: bool
     keep_last: int
@@ -139,7 +139,7 @@ class EarlyStoppingConfig:
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """``profiler.*``: the steps and ranks that torch's profiler records, and in which detail."""
+    """``profiler.*``: the steps and ranks that torch's profiler records, and the level of detail."""
 
     enabled: bool
     steps: tuple[int, int]
@@ -177,7 +177,10 @@ class PreflightConfig:
 
     @property
     def num_steps(self) -> int:
-        """``steps``, or 2. A proof has 3: the loss after two updates also shows the optimizer state."""
+        """Number of steps: ``steps``, or by default 3 for a proof and 2 for a rehearsal.
+
+        In a proof, the loss of the third step also depends on the optimizer state after the first update.
+        """
         return self.steps or (3 if self.mode == "prove" else 2)
 
 
@@ -211,7 +214,7 @@ def watched_metric(
 
     Raises:
         ConfigError: if they watch different metrics or modes, a metric is not an evaluation metric, or
-            ``run.eval_every`` and ``run.eval_every_epochs`` are 0.
+            ``run.eval_every`` and ``run.eval_every_epochs`` are both 0.
     """
     watched = {
         "checkpoint.keep_best": (checkpoint.keep_best, checkpoint.keep_best_mode),
@@ -244,10 +247,12 @@ def check_restart_source(run: RunConfig, checkpoint: CheckpointConfig) -> None:
 
 
 def seconds(value: float | str) -> float:
-    """Parse ``run.max_time``: seconds, ``HH:MM:SS`` or SLURM's ``D-HH:MM:SS``, or ``3h30m``.
+    """Return the seconds of ``run.max_time``, which is a number of seconds or text.
+
+    Text has the form ``HH:MM:SS``, SLURM's form ``D-HH:MM:SS``, or a form such as ``3h30m``.
 
     Raises:
-        ConfigError: if it has none of these forms, or is not above 0.
+        ConfigError: if the value has none of these forms, or is not above 0.
     """
     text = str(value)
     clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", text)

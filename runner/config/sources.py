@@ -14,7 +14,7 @@ CONFIG = "conf/config.yaml"
 
 
 _OURS = ("components", "torch.optim")
-"""Modules whose classes a configuration read from a folder may name."""
+"""Modules whose classes the config of any run folder may name."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class ConfigSources:
     sweep_job: SweepJob | None = None
     """The run's place in a sweep. None means that it is not part of a sweep."""
     run_folder: Path | None = None
-    """The folder of another run, whose config.yaml was read. None means that this command composed it."""
+    """The run folder whose config.yaml is the config. None means that this command composed the config."""
     trusted: tuple[str, ...] = ()
-    """Modules besides ``components`` whose classes the config.yaml of ``run_folder`` may name."""
+    """Modules besides those of ``_OURS`` whose classes the config.yaml of ``run_folder`` may name."""
 
     def of(self, key: str) -> str:
         """Return the source of the dotted ``key``: the command line, an experiment file, or a config file."""
@@ -68,7 +68,7 @@ class ConfigSources:
 
 
 def is_trusted(path: str, trusted: Iterable[str]) -> bool:
-    """Return whether a config that was read from a folder may name ``path``.
+    """Return whether the config of a run folder may name the class or module ``path``.
 
     It may if ``path`` is in a module of ``_OURS`` or ``trusted``.
     """

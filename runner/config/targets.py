@@ -1,4 +1,4 @@
-"""Checks of what ``_target_`` names, before it is called."""
+"""Checks of the class or function that ``_target_`` names, before it is called."""
 
 import inspect
 import typing
@@ -12,7 +12,7 @@ from components.contracts.configs import AdapterConfig, NoAdapter
 def objection(target: object, contract: type) -> str | None:
     """Return why ``target`` does not make an object that implements ``contract``, or None if it does.
 
-    ``target`` must be a class, or a function whose annotated result is one.
+    ``target`` must be a class, or a function whose result is annotated with a class.
     """
     if inspect.isclass(target):
         if is_protocol(target) or inspect.isabstract(target):
@@ -24,7 +24,10 @@ def objection(target: object, contract: type) -> str | None:
 
 
 def objection_to_result(hints: Mapping[str, object], contract: type) -> str | None:
-    """Return why the result of a function with these annotations does not implement ``contract``, or None."""
+    """Return why the result of a function with the annotations ``hints`` does not implement ``contract``.
+
+    None means that it does.
+    """
     if "return" not in hints:
         return "is not a class, nor a function with the annotation of its result"
     result = hints["return"]
@@ -37,8 +40,8 @@ def objection_to_result(hints: Mapping[str, object], contract: type) -> str | No
 def lacking(kind: type, contract: type) -> str | None:
     """Name what ``kind`` lacks: members of the protocol ``contract``, or ``contract`` as its base class.
 
-    None means that it lacks nothing. Attributes that only ``__init__`` sets cannot be seen before the class
-    is called.
+    None means that it lacks nothing. Attributes that ``__init__`` sets and the class does not declare count
+    as missing, because they do not exist before the class is called.
     """
     if not is_protocol(contract):
         return None if issubclass(kind, contract) else f"is not a {contract.__name__}"

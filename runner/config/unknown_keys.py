@@ -1,4 +1,4 @@
-"""The message for a key that nothing reads: its new name, its name here, or the most similar keys.
+"""The message for an unknown key: its new name, the equivalent of another tool's option, or similar keys.
 
 ``python -m runner.config.unknown_keys`` prints docs/dictionary.md.
 """
@@ -22,10 +22,10 @@ MOST_LISTED = 12
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The name and the values that an option of another tool has here."""
+    """The equivalent here of an option of another tool, with its values."""
 
     here: str
-    """The equivalent here: KEY, or KEY=VALUE if the other tool's option is a flag or has one value here."""
+    """KEY, or KEY=VALUE if the other tool's option is a flag, or all its values mean this one here."""
     remark: str = ""
     values: Mapping[str, object] | None = None
     """Value of the tool in lower case -> value here. None means that both have the same values."""
@@ -33,7 +33,7 @@ class Counterpart:
 
 @cache
 def documents() -> tuple[Any, Any, Any]:
-    """Return the documents of other_tools.yaml: options, what an import needs, and values."""
+    """Return the YAML documents of other_tools.yaml: options of tools, rules of the import, and values."""
     text = files("runner.config").joinpath("other_tools.yaml").read_text()
     options, importing, values = yaml.safe_load_all(text)
     return options, importing, values
@@ -48,7 +48,7 @@ def dictionary() -> dict[str, dict[str, Counterpart]]:
 
 
 def read_row(row: str | Mapping[str, Any]) -> Counterpart:
-    """Return a row of the file: ``KEY; remark``, or a mapping."""
+    """Parse a row of other_tools.yaml, which is ``KEY; remark`` or a mapping."""
     if isinstance(row, str):
         ours, _, remark = row.partition("; ")
         return Counterpart(ours, remark)
@@ -57,7 +57,10 @@ def read_row(row: str | Mapping[str, Any]) -> Counterpart:
 
 
 def counterpart(word: str) -> str | None:
-    """Return what another tool's option is called here, or None if no tool has one of that name."""
+    """Return a hint with the equivalent of another tool's option ``word``.
+
+    None means that no tool has an option of this name.
+    """
     name = word.lstrip("-+").replace("-", "_").rsplit(".", 1)[-1]
     for tool, options in dictionary().items():
         if name in options:
@@ -67,7 +70,7 @@ def counterpart(word: str) -> str | None:
 
 
 def translations(words: Iterable[str]) -> str:
-    """Return one line with the names here of other tools' options among ``words``, or "" without any."""
+    """Return a line with the equivalents of other tools' options among ``words``, or "" without any."""
     tables = dictionary().values()
     found = {word: next((rows[word].here for rows in tables if word in rows), "") for word in words}
     listed = ", ".join(f"{word} ({here})" for word, here in found.items() if here)
@@ -75,7 +78,7 @@ def translations(words: Iterable[str]) -> str:
 
 
 def hint_for_value(key: str, value: object) -> str | None:
-    """Return what to set instead of ``key=value``, if other tools have this value; else None."""
+    """Return what to set instead of ``key=value`` if ``value`` is known from other tools, else None."""
     word = str(value).lower()
     answers = {
         str(theirs).lower(): answer for theirs, answer in documents()[2]["values"].get(key, {}).items()

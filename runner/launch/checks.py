@@ -1,4 +1,4 @@
-"""First part of a launch: all checks of a run, before any file is written or rank started."""
+"""First part of a launch: all checks of a run, before its folder is created or a rank is started."""
 
 import os
 import time
@@ -39,9 +39,9 @@ from runner.training.state import TrainState
 
 ASSUMED_GPU = "H100"
 LARGE_RATE = 1e-3
-"""Learning rate that is too large for most pretrained models."""
+"""Lowest learning rate that is reported as too large for most pretrained models."""
 SLOW = 2.0
-"""Time of a matrix product, relative to fp32, from which a dtype is called slow."""
+"""Lowest ratio of the time of a matrix product to that in fp32 for which a dtype is reported as slow."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PreparedRun:
     resume: Path | None
     """The checkpoint to resume from. None means a new run."""
     previous_run_dir: Path | None
-    """The run folder of an earlier start of this run, if SLURM has started it again."""
+    """The run folder that this SLURM job used before SLURM requeued it. None means that there is none."""
     candidate: Candidate | None
     """Inputs of the forecast. None means that no forecast is made; see ``RunPreparation.candidate``."""
 
@@ -66,7 +66,7 @@ class RunPreparation:
     where: ConfigSources
     command: Sequence[str]
     began: float
-    """Seconds since the epoch; ``run.max_time`` counts from there."""
+    """Start of the command, in seconds since the Unix epoch; ``run.max_time`` counts from it."""
     experiment: Experiment
     reference: ReferenceSource
     device: DeviceKind
@@ -74,12 +74,16 @@ class RunPreparation:
     local_ranks: int
     console: Console
     notes: tuple[str, ...] = ()
-    """Sentences to print: values that are assumed, and options that may be mistakes."""
+    """Sentences to print about assumed values, and about options that may be mistakes."""
     resources: ExitStack = field(default_factory=ExitStack)
-    """Held until the run has ended: the lock of its folder."""
+    """Contexts to leave when the run has ended: the lock of its folder."""
 
     def inspect(self) -> PreparedRun:
-        """Run all checks that need no ranks, and prepare the data."""
+        """Run all checks that need no ranks, and prepare the data.
+
+        Raises:
+            ConfigError: if a check fails.
+        """
         experiment, run = self.experiment, self.experiment.run
         model = self.check_components()
         with log_to(None, self.console):
@@ -96,7 +100,11 @@ class RunPreparation:
         return PreparedRun(data, identity, resume, own, self.candidate(model, data))
 
     def check_components(self) -> nn.Module:
-        """Check each component and its fit with the layout; return the model, on the meta device."""
+        """Check each component and its fit with the layout; return the model, on the meta device.
+
+        Raises:
+            ConfigError: if a check fails.
+        """
         run, experiment = self.experiment.run, self.experiment
         if experiment.preflight.mode != "plan":  # "plan" searches for another layout
             dp_size = experiment.parallelism.dp_size(self.world_size)
@@ -145,7 +153,7 @@ class RunPreparation:
         )
 
     def frozen_identity(self, model: nn.Module) -> dict[str, str]:
-        """Return the extra fields of the run's identity if a part of the model is not trained, else {}."""
+        """Return the additional fields of the run's identity if a part of the model is frozen, else {}."""
         experiment = self.experiment
         if experiment.adapter is not None:
             trained = experiment.adapter.shape_hash(model)
@@ -156,14 +164,21 @@ class RunPreparation:
         return {"trained": trained, "base": experiment.model.content_hash() + self.drawn(experiment.model)}
 
     def drawn(self, model: ModelConfig) -> str:
-        """Return the seed as text if the weights of ``model`` are random, so that a resume draws them anew.
+        """Return ``, run.seed=SEED`` if the weights of ``model`` are random, else an empty string.
 
-        Otherwise the result is empty.
+        Frozen random weights are not in a checkpoint, and a resumed run generates them again from the seed.
         """
         return f", run.seed={self.experiment.run.seed}" if model.is_random_init else ""
 
     def resume_point(self, own: Path | None, identity: RunIdentity, data: Prepared) -> Path | None:
-        """Return the checkpoint to resume from, after checking the steps left. None means a new run."""
+        """Return the checkpoint to resume from, after checking it and the remaining steps.
+
+        None means a new run. ``own`` is the run folder that this SLURM job used before it was requeued.
+
+        Raises:
+            ConfigError: if the checkpoint cannot be resumed from, no steps remain, or an option of
+                evaluations or of the profiler does not suit the data or the steps.
+        """
         experiment, run, checkpoint = self.experiment, self.experiment.run, self.experiment.checkpoint
         with log_to(None, self.console):
             saved = None if own is None else newest_valid(own / "checkpoints")
@@ -198,7 +213,11 @@ class RunPreparation:
         return resume
 
     def prepare_data(self) -> Prepared:
-        """Prepare tokens and batch plans in the cache of this machine's filesystem."""
+        """Prepare the data, with tokens and batch plans in the cache on this machine's filesystem.
+
+        Raises:
+            ConfigError: if the data is wrong, or does not suit the model, the tokenizer or the loss.
+        """
         run, experiment = self.experiment.run, self.experiment
         stage, data = experiment.stage, experiment.data
         checks.check_normalisation(getattr(stage, "normalize", None), data.resolve_packing(stage.kind))
@@ -218,8 +237,8 @@ class RunPreparation:
     def candidate(self, model: nn.Module, data: Prepared) -> Candidate | None:
         """Return the inputs of the forecast; ``model`` is on the meta device.
 
-        None means that no forecast is made, because the layout, optimizer or adapter is of a class from
-        outside this package.
+        None means that no forecast is made, because the class of the layout, the optimizer or the adapter is
+        not one of this program.
         """
         experiment, run, ahead = self.experiment, self.experiment.run, self.experiment.preflight
         parts = known_parts(experiment.parallelism, experiment.optimizer, experiment.adapter)
@@ -323,7 +342,8 @@ def inspect(launch: RunPreparation) -> tuple[RunPreparation, PreparedRun]:
     """Run all checks that need no ranks, prepare the data, and choose an ``auto`` micro-batch size.
 
     Raises:
-        ConfigError: if a check fails, or the size is ``auto`` and the layout has no forecast.
+        ConfigError: if a check fails, or if the size is ``auto`` although there is no forecast, or although
+            an auxiliary loss depends on the size.
     """
     found, run = launch.inspect(), launch.experiment.run
     if run.micro_batch_size != "auto":
@@ -352,7 +372,7 @@ def watched_metrics(experiment: Experiment) -> dict[str, str]:
 
 
 def with_assumed_gpu(experiment: Experiment) -> tuple[Experiment, tuple[str, ...]]:
-    """Return ``experiment`` with a GPU for a rehearsal on a machine without one, and sentences to print."""
+    """Return ``experiment``, with an assumed GPU for a rehearsal without one, and sentences to print."""
     ahead = experiment.preflight
     if ahead.mode != "rehearse" or ahead.device_name is not None or torch.cuda.is_available():
         return experiment, ()
@@ -372,7 +392,7 @@ def slow_dtype(run: RunConfig, device: DeviceKind) -> tuple[str, ...]:
 
 
 def large_rate(experiment: Experiment, where: ConfigSources) -> tuple[str, ...]:
-    """Return the sentence to print if pretrained weights are trained at a default rate for random ones."""
+    """Return the sentence to print if pretrained weights are trained at a default rate that is too large."""
     trains, rate = not experiment.run.evaluate_only, experiment.optimizer.lr
     if not trains or experiment.model.is_random_init or where.chosen("optimizer.lr") or rate < LARGE_RATE:
         return ()
@@ -380,7 +400,10 @@ def large_rate(experiment: Experiment, where: ConfigSources) -> tuple[str, ...]:
 
 
 def with_assumed_batch(launch: RunPreparation) -> RunPreparation:
-    """Round up the default batch size for a forecast of a large layout; a run needs an explicit value."""
+    """Round the default global batch size up to a multiple of what the layout processes at once.
+
+    This is for forecasts and rehearsals of a large layout. A run needs an explicit value.
+    """
     run = launch.experiment.run
     unit = run.rows_per_microbatch * launch.experiment.parallelism.dp_size(launch.world_size)
     assumed = checks.next_batch(run.global_batch_size, unit)

@@ -10,7 +10,7 @@ DEFAULTS = {
 }
 
 EARLIER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
-"""Names that torch reads too; a variable that a user has set under such a name is kept."""
+"""Variable -> its earlier name, which torch also reads. If this is set, the variable gets no default."""
 
 
 def set_cuda_defaults() -> None:

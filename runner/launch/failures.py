@@ -27,9 +27,9 @@ class FailureReport:
     time: float
     """Seconds since the epoch."""
     text: str
-    """The rest of the message that begins with ``rank N``."""
+    """The message without its prefix ``rank N``."""
     final: bool
-    """Whether the rank would fail again."""
+    """Whether the rank would fail again after a restart."""
     stalled: bool
     """Whether the watchdog has ended the rank."""
 
@@ -50,7 +50,13 @@ def report_failure(folder: Path, error: BaseException, *, stalled: bool = False)
 
 @contextlib.contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Raise the error of a full or failing disk as TrainingError with the name of the file."""
+    """Convert an OSError of a full or failing disk in the context to a TrainingError that names the file.
+
+    ``path`` is named if the error has no file name.
+
+    Raises:
+        TrainingError: if there is such an error.
+    """
     try:
         yield
     except OSError as error:
@@ -64,7 +70,10 @@ def naming_file(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reporting_failures(folder: Path) -> Iterator[None]:
-    """Report an error of the body, so that the process that started the ranks finds the first failure."""
+    """Write a failure report if the context raises an error, and raise the error again.
+
+    The process that started the ranks finds the first failure in these reports.
+    """
     try:
         yield
     except Exception as error:
@@ -97,9 +106,12 @@ def clear_failure_reports(folder: Path) -> None:
 
 
 def root_cause(folder: Path, codes: Sequence[int | None]) -> TrainingError:
-    """Return the failure that came first; broken connections of peers are only its consequences.
+    """Return the failure that came first; broken connections of other ranks are only its consequences.
 
-    codes: exit code of each rank, negative for a signal. None means that it still runs.
+    It is a NonRetryableError if the rank would fail again after a restart.
+
+    Args:
+        codes: exit code of each rank, negative for a signal. None means that the rank still runs.
     """
     found = read_failure_reports(folder)
     # A rank that was killed, or exited silently, has no report, and its failure is not a consequence.

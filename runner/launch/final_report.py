@@ -37,7 +37,10 @@ def print_summary(experiment: Experiment, folder: Path, record: RunRecord, saved
 
 
 def newest_checkpoint(folder: Path, record: RunRecord) -> Path | None:
-    """Return the newest complete checkpoint of the run, or the one that it resumed from, or None."""
+    """Return the newest complete checkpoint of the run, or else the one that the run resumed from.
+
+    None means that there is neither.
+    """
     saved = complete_checkpoints(folder / "checkpoints")
     return saved[-1] if saved else record.checkpoint
 
@@ -75,7 +78,7 @@ def evaluation_facts(results: Results, kind: SampleKind) -> dict[str, str]:
 
 
 def export_facts(experiment: Experiment, folder: Path, record: RunRecord) -> dict[str, str]:
-    """Finish the export; return its path and its model's completion of the first held-out prompt."""
+    """Finish the export; return its path and the exported model's completion of the first held-out prompt."""
     run, model, adapter = experiment.run, experiment.model, experiment.adapter
     export, base = folder / "export", folder / "base"
     if adapter is None:
@@ -92,9 +95,9 @@ def export_facts(experiment: Experiment, folder: Path, record: RunRecord) -> dic
 
 
 def print_stopped(launch: RunPreparation, stopped: Stopped, saved: Path | None) -> bool:
-    """Print where a run stopped before its end and how to resume it from ``saved``, its newest checkpoint.
+    """Print at which step a run stopped early and how to resume it; return whether it can be resumed.
 
-    Return whether it can resume.
+    ``saved`` is the newest checkpoint of the run. None means that there is none.
     """
     words = f"stopped at step {stopped.step} ({stopped.reason})"
     if saved is None:

@@ -1,4 +1,4 @@
-"""Estimates of a run before it starts. With ``preflight.mode=only`` and ``plan`` no run follows."""
+"""The forecasts of ``preflight.mode=only`` and ``preflight.mode=plan``, after which no run starts."""
 
 import math
 
@@ -14,7 +14,8 @@ def print_forecast(launch: RunPreparation, found: PreparedRun) -> float:
     """Print the forecast and write it to a new folder; return NaN, because there is no loss.
 
     Raises:
-        ConfigError: if the run does not fit a known device (after the output), or no layout fits.
+        ConfigError: if the run does not fit into the memory of a known device, which is checked after the
+            output, or if no layout fits.
     """
     case, console, ahead = found.candidate, Console(), launch.experiment.preflight
     assert case is not None, "preflight.check_forecast has refused it"

@@ -24,9 +24,12 @@ from runner.launch.run_record import ReferenceCache, RunRecord, SweepPlace
 
 
 def prepare(launch: RunPreparation) -> Path:
-    """Check everything that can be checked here, prepare the data, and fill the run folder.
+    """Run all checks that need no ranks, prepare the data, and create, fill and return the run folder.
 
     The lock of the folder is held until ``launch.resources`` is closed.
+
+    Raises:
+        ConfigError: if a check fails, the run does not fit into memory, or another process uses the folder.
     """
     launch, found = inspect(launch)
     point, console = launch.where.sweep_job, launch.console
@@ -70,7 +73,11 @@ def prepare(launch: RunPreparation) -> Path:
 
 
 def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRecord]:
-    """Create the run folder, or open that of the resumed run; return it with its record."""
+    """Create and lock the run folder, or reopen that of the resumed run; return the folder and its record.
+
+    Raises:
+        ConfigError: if the folder cannot be created, is damaged, or is used by another process.
+    """
     run, own = launch.experiment.run, found.previous_run_dir
     if own is None and launch.experiment.checkpoint.resume == "auto" and found.resume is not None:
         own = found.resume.parent.parent
@@ -86,7 +93,7 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
 
 
 def reference_cache(launch: RunPreparation, data: Prepared) -> ReferenceCache | None:
-    """Find the cache of the reference's log-probabilities. None means that the run does not need it."""
+    """Find the cache of the reference model's log-probabilities. None means that the run needs none."""
     run, source = launch.experiment.run, launch.reference
     if source.choice != "precomputed":
         return None

@@ -23,16 +23,17 @@ from runner.logging_setup import log_to
 from runner.training.prove import proof_run
 
 MOST_ROWS = 4
-"""Largest micro-batch of a proof."""
+"""Largest micro-batch of a proof, in rows."""
 NOT_SHOWN = ("model.path", "model.architecture", "model.tokenizer", "model.chat_template", "run.device")
 
 
 def print_proof(launch: RunPreparation) -> float:
-    """Compare the layout with one process, print and save the errors, and return NaN, as there is no loss.
+    """Compare the layout with one process, and print and save the relative errors; return NaN as the loss.
 
     Raises:
-        ConfigError: if the experiment is wrong, or no small version of it can be trained on CPU ranks.
-        TrainingError: if a rank fails, an error is above the bound, or that of the control is not.
+        ConfigError: if the experiment is wrong, no small version of it can be trained on CPU ranks, or it has
+            fewer steps than the proof.
+        TrainingError: if a rank fails, an error is above the bound, or the error of the control is not.
     """
     launch.check_layout(launch.experiment.model.meta_model, launch.experiment.adapter)
     small, changed = shrink(launch)
@@ -86,7 +87,11 @@ def print_proof(launch: RunPreparation) -> float:
 
 
 def conclude(found: Sequence[Errors], rows: int, other: int) -> None:
-    """Raise TrainingError unless the last run, the control, differs from one process and no other does."""
+    """Raise TrainingError unless the control, the last of ``found``, differs and the other two agree.
+
+    Each of them was compared with one process that has ``other`` rows in a micro-batch. The first is one
+    process with ``rows`` rows, and the second is the layout.
+    """
     one_process, layout, control = found
     if control.equal:
         raise TrainingError(
@@ -106,7 +111,11 @@ def conclude(found: Sequence[Errors], rows: int, other: int) -> None:
 
 
 def shrink(launch: RunPreparation) -> tuple[RunPreparation, list[Json]]:
-    """Return a small version of the run that passes all checks, and what it changes."""
+    """Return a small version of the run that passes all checks, and a row for each key that it changes.
+
+    Raises:
+        ConfigError: if no small layout passes; the error is that of the first one.
+    """
     refusals: list[ConfigError] = []
     for layout in small_layouts(launch.experiment.parallelism):
         try:
@@ -117,7 +126,11 @@ def shrink(launch: RunPreparation) -> tuple[RunPreparation, list[Json]]:
 
 
 def with_layout(launch: RunPreparation, layout: ParallelismSpec) -> tuple[RunPreparation, list[Json]]:
-    """Return ``launch`` with ``layout`` and a small model, checked, and a row for each changed key."""
+    """Return ``launch`` with ``layout`` and a small model, and a row for each changed key.
+
+    Raises:
+        ConfigError: if the small run fails a check, in its layout or in one process.
+    """
     experiment, config, limits = launch.experiment, launch.config, launch.experiment.preflight.shrink
     cache, run, stage = experiment.data.cache(), config["run"], config["stage"]
     model, old, new = small_model(experiment.model, config["model"], limits, layout, cache)

@@ -17,7 +17,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Make the kernel (Linux) send SIGKILL to this process when its parent ends for any reason."""
+    """Make the kernel (Linux) send SIGKILL to this process when its parent ends for any reason.
+
+    Raises:
+        SystemExit: if the parent has ended already.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ["RUNNER_PARENT"]):
@@ -25,7 +29,10 @@ def die_with_parent() -> None:
 
 
 def expect_signals() -> None:
-    """Let every stop signal end this process until it has state to save; the parent sees which one it was."""
+    """Let every stop signal end this process until it has state to save.
+
+    The parent learns the signal from the exit code. SIGQUIT is ignored until there is a file for stacks.
+    """
     for number in REQUESTS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # writes stacks once there is a file for them
@@ -34,8 +41,8 @@ def expect_signals() -> None:
 def main() -> None:
     """Run one rank and end with ``os._exit``.
 
-    After a failure, a clean shutdown would wait for collectives that dead peers never join. After success,
-    threads of the process group can abort the interpreter's teardown.
+    After a failure, a normal exit would wait for collectives that failed ranks never join. After success,
+    threads of the process group can abort the interpreter's shutdown.
     """
     die_with_parent()
     expect_signals()

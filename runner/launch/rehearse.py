@@ -19,7 +19,7 @@ from runner.search_path import python_module
 
 
 def print_rehearsal(launch: RunPreparation, found: PreparedRun) -> float:
-    """Rehearse one rank, print and save what it recorded, and return NaN, because there is no loss.
+    """Rehearse one rank, and print and save the record; return NaN, because there is no loss.
 
     Raises:
         ConfigError: if the rank needs more memory than its device has, or the machine has no C++ compiler.
@@ -57,7 +57,11 @@ def print_rehearsal(launch: RunPreparation, found: PreparedRun) -> float:
 
 
 def run_rehearsal(folder: Path, library: Path, request: Json) -> Json:
-    """Run the process of the rehearsal and return its record."""
+    """Run the rehearsal in a process of its own and return its record.
+
+    Raises:
+        TrainingError: if the process fails.
+    """
     (folder / "request.json").write_text(json.dumps(request, indent=1) + "\n")
     command = [*python_module("runner.launch.rehearsal_main"), str(folder), str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

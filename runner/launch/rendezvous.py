@@ -1,8 +1,8 @@
 """Agreement on one run folder if torchrun or srun started the ranks.
 
-Rank 0 prepares the run while the other ranks wait at a key-value store, so that no collective can time out
-during tokenisation. On each further node the first local rank repeats the preparation of the data: it finds
-the cache on a shared filesystem, and builds it on a local one.
+Rank 0 prepares the run while the other ranks wait at a key-value store instead of a collective, which could
+time out during tokenisation. On each further node the first local rank repeats the preparation of the data:
+it finds the cache if the filesystem is shared, and builds it otherwise.
 """
 
 import json
@@ -18,7 +18,7 @@ from components.contracts.errors import MISTAKE, ConfigError
 from components.rank_info import RankInfo
 
 PATIENCE = timedelta(days=2)
-"""Time limit for the other ranks to wait until a corpus is tokenised."""
+"""Time limit for the wait of the other ranks while the data is tokenised."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -35,8 +35,9 @@ def host_loopback_store(port: int = 0) -> dist.TCPStore:
 def connect(environ: Mapping[str, str]) -> dist.TCPStore:
     """Connect to the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it if the launcher does not.
 
-    Every rank calls it and keeps the store alive, because the process group uses the same one. If all ranks
-    are on one machine, the store that rank 0 hosts listens on the loopback interface only.
+    Every rank calls this function and keeps a reference to the result, because the process group uses the
+    same store. If all ranks are on one machine, the store that rank 0 hosts listens only on the loopback
+    interface.
 
     Raises:
         ConfigError: if the store cannot listen at the port, or cannot be reached.
@@ -72,10 +73,11 @@ def agree_on_folder(
 ) -> Path:
     """Call ``prepare`` on rank 0 and ``prepare_data`` on the first rank of every other node.
 
-    Every rank calls it, and all return the folder of rank 0. Rank 0 raises whatever ``prepare`` raises.
+    Every rank calls this function, which returns the folder that ``prepare`` returned on rank 0. On rank 0,
+    errors of ``prepare`` are raised again.
 
     Raises:
-        ConfigError: if this node does not see the folder.
+        ConfigError: if the folder does not exist on this node.
         SystemExit: on the other ranks, with code MISTAKE, if ``prepare`` failed.
     """
     round_key = f"runner/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -41,9 +41,10 @@ def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
 
 
 def go_back(folder: Path, restarts: int) -> int:
-    """Restore ``folder`` to its newest valid checkpoint, or to the start of the run, and return the step.
+    """Prepare a restart from the newest valid checkpoint in ``folder``, and return its step.
 
-    Metrics after this step are removed. ``restarts``, the number of restarts so far, is written to the run
+    If there is none, the restart is from the checkpoint that the run resumed from, or else from step 0.
+    Metrics after the step are removed. ``restarts``, the number of restarts so far, is written to the run
     record.
     """
     record = RunRecord.read(folder)
@@ -59,7 +60,7 @@ def begun_by_this_job(runs: Path, command: Sequence[str], environ: Mapping[str, 
     """Return the run folder that this SLURM job used before its restart. None means that there is none.
 
     Raises:
-        ConfigError: if RUNNER_MAX_REQUEUES, which marks a job that is one run, is not a number.
+        ConfigError: if RUNNER_MAX_REQUEUES, which is set for jobs that are one run, is not a number.
     """
     job, requeues = job_facts(environ), max_requeues(environ)
     if job is None or not job.restarts or not requeues:

@@ -1,4 +1,4 @@
-"""Third part of a launch: the ranks, and how the run is concluded."""
+"""Third part of a launch: the training on all ranks, and the end of the run."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -31,18 +31,22 @@ def run(
     began: float,
     on_folder: Callable[[Path], object] = str,
 ) -> float:
-    """Run an experiment from start to end; return its final loss: eval, else train, NaN if none was logged.
+    """Run an experiment from start to end; return its final loss.
 
-    Unless ``preflight.mode`` is ``check``, only print the forecast or the proof and return NaN.
+    It is the evaluation loss, or else the training loss, or NaN if neither was logged. If ``preflight.mode``
+    is not ``check``, a forecast, a rehearsal or a proof is printed instead of a training, and the loss is
+    NaN.
 
     Args:
-        began: seconds since the epoch; ``run.max_time`` counts from there.
-        on_folder: called with the run folder, before any rank starts.
+        began: start of the command, in seconds since the Unix epoch; ``run.max_time`` counts from it.
+        on_folder: called with the run folder, before the training.
 
     Raises:
         ConfigError: if the config is wrong, before any rank starts.
         TrainingError: if a rank failed.
-        SystemExit: with code DONE if a signal has stopped it, so that no other job of a sweep begins.
+        SystemExit: with code DONE if a signal has stopped the run; a sweep then starts no other job. With
+            code MISTAKE on the other ranks of torchrun or srun, after rank 0 could not prepare the run.
+        KeyboardInterrupt: if a signal came twice, or before there was state to save.
     """
     launch, place = check_launch(config, where, command, began), RankInfo.read()
     for note in launch.notes if place.rank == 0 else ():
@@ -69,7 +73,10 @@ def run(
 
 
 def run_launched(launch: RunPreparation, place: RankInfo, on_folder: Callable[[Path], object]) -> float:
-    """Run one rank under torchrun or srun; rank 0 also does the work of the parent process."""
+    """Run one rank under torchrun or srun; return the final loss of the run.
+
+    Rank 0 also prepares and concludes the run.
+    """
     store = rendezvous.connect(os.environ)
     folder = rendezvous.agree_on_folder(store, os.environ, partial(prepare, launch), launch.prepare_data)
     on_folder(folder)

@@ -1,4 +1,4 @@
-"""The run folder, and the version of the source code."""
+"""Run folders: their creation, their config, and the version of the source code."""
 
 import platform
 import subprocess
@@ -19,18 +19,19 @@ from runner.config.renamed_keys import upgraded
 from runner.distribution import distribution
 
 STAMP = "[0-9]*-[0-9]*-[0-9]*_[0-9]*-[0-9]*-[0-9]*"
-"""Glob pattern of run folders. Copies that a user made next to them have other names."""
+"""Glob pattern of the names of run folders. Copies that a user made next to them should not match it."""
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")
 
 
 def create_run_folder(output_dir: str, name: str) -> Path:
-    """Create ``output_dir/name/<stamp>``; two runs never share a folder, even if they start together.
+    """Create ``output_dir/name/<stamp>`` and return its absolute path.
 
-    The folder is the last of all in ``run_order``, even if the clock was set back since the one before.
+    Runs that start at the same time get different folders. In ``run_order`` the new folder follows all
+    others, even if the clock was set back after the previous one was created.
 
     Raises:
-        ConfigError: if the folder cannot be made.
+        ConfigError: if the folder cannot be created.
     """
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     stamped = [run_order(path) for path in Path(output_dir, name).glob(STAMP) if path.is_dir()]
@@ -53,7 +54,9 @@ def create_run_folder(output_dir: str, name: str) -> Path:
 
 
 def reopen_run_folder(folder: Path, step: int) -> Path:
-    """Remove the metrics rows that a killed run logged after ``step``, its checkpoint; return the folder.
+    """Remove the rows of metrics.jsonl after ``step``, at which the run resumes; return the folder.
+
+    A killed run may have logged steps after its last checkpoint.
 
     Raises:
         ConfigError: if metrics.jsonl is damaged, or a file has the name of a folder of the run.

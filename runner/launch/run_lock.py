@@ -12,7 +12,7 @@ from pathlib import Path
 from components.contracts.errors import ConfigError
 
 LOCK = "lock"
-"""File in the run folder. Its content, host and process id, is for the message only."""
+"""File in the run folder. Its content, a process id and a host, is used only in the message."""
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 log = logging.getLogger("runner")
@@ -22,7 +22,8 @@ log = logging.getLogger("runner")
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of ``folder`` while the context is open; the system frees it if this process dies.
 
-    Only the process that prepares the run calls it, because the ranks end with that process.
+    Only the process that prepares the run holds the lock, because the ranks end with that process. On a
+    filesystem without locks, a warning is logged.
 
     Raises:
         ConfigError: if another process holds the lock.

@@ -19,7 +19,7 @@ from runner.training.run_summary import Results
 
 @dataclass(frozen=True)
 class Stopped:
-    """The step and reason of a run's stop before its end."""
+    """The step at which a run stopped before its last step, and the reason."""
 
     step: int
     of: int
@@ -55,7 +55,7 @@ class RunRecord:
     versions: dict[str, str] = field(default_factory=dict)
     git_commit: str | None = None
     began: float = 0.0
-    """Seconds since the epoch; ``run.max_time`` counts from there."""
+    """Start of the command, in seconds since the Unix epoch; ``run.max_time`` counts from it."""
     stopped: Stopped | None = None
     ended: RunStatus | None = None
     """Outcome of the run. None means that it has not ended, or was killed."""
@@ -67,7 +67,7 @@ class RunRecord:
     error: str | None = None
     overrides: list[str] = field(default_factory=list)
     resumed_from: str | None = None
-    """Absolute path of a checkpoint."""
+    """Absolute path of the checkpoint that the run has resumed from. None means a run from the start."""
     sweep: SweepPlace | None = None
     slurm: JobFacts | None = None
     identity: Json = field(default_factory=dict)
@@ -77,7 +77,10 @@ class RunRecord:
     """The input of ``data.restore``."""
     results: Results = field(default_factory=Results)
     engine_facts: Config = field(default_factory=dict)
-    """``Engine.describe()``. In the file its keys are next to the other ones, which have precedence."""
+    """The result of ``Engine.describe()``, with its keys at the top level of run.json.
+
+    Keys that are also names of fields are left out there.
+    """
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -112,12 +115,15 @@ class RunRecord:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint that the run has resumed from."""
+        """The checkpoint that the run has resumed from. None means a run from the start."""
         return None if self.resumed_from is None else Path(self.resumed_from)
 
 
 def has_completed(checkpoint: Path) -> bool:
-    """Return whether the run that wrote ``checkpoint`` has come to its end, with its export and report."""
+    """Return whether the run that wrote ``checkpoint`` has completed, including its export and report.
+
+    A run without run.json, of which perhaps only the checkpoints were copied, counts as completed.
+    """
     folder = checkpoint.absolute().parent.parent
     return not (folder / "run.json").is_file() or RunRecord.read(folder).ended == "completed"
 
@@ -127,7 +133,7 @@ def recording_end(folder: Path) -> Iterator[None]:
     """Record in run.json how the run in ``folder`` has ended, when the context is left.
 
     Raises:
-        TrainingError: if the folder was removed while the run was under way.
+        TrainingError: if the context raises an error and the folder, or its run.json, no longer exists.
     """
     try:
         yield

@@ -1,6 +1,6 @@
 """The signals that request a run to stop, and their handlers.
 
-Nothing here imports torch, because the command line needs it at once.
+The import of this module does not import torch, which would delay the start of the command line.
 """
 
 import os
@@ -12,14 +12,14 @@ from typing import NoReturn
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FORCE_QUIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a run at once when they come a second time."""
+"""Signals that end a run at once if they come after one of them was received."""
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Send every stop signal to ``handler`` while the context is open; only the main thread may open it.
+    """Handle every stop signal by ``handler`` while the context is open; only the main thread may open it.
 
-    This includes signals that the shell set to be ignored, except SIGHUP, which ``nohup`` ignores on purpose.
+    This includes signals that the shell set to be ignored, except SIGHUP, which ``nohup`` sets to be ignored.
     """
     wanted = [n for n in REQUESTS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in wanted}
@@ -35,7 +35,10 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def announce(number: int) -> None:
-    """Print the request without a buffer, in which the signal may have interrupted another write."""
+    """Print which signal requested a stop.
+
+    The write is unbuffered, because the signal may have interrupted a write to the buffer of stderr.
+    """
     name = signal.Signals(number).name
     os.write(2, f"{name}: the run ends at the next safe point; a second one ends it now\n".encode())
 
@@ -43,8 +46,9 @@ def announce(number: int) -> None:
 class SignalHandler:
     """A handler that records stop signals: after the first, the run continues to the end of its step.
 
-    A second Ctrl-C or SIGTERM raises KeyboardInterrupt, except with ``ignore_second``: a rank with a parent
-    is ended by its parent, and may get a signal twice, from the parent and from a batch system.
+    A second Ctrl-C or SIGTERM raises KeyboardInterrupt, unless ``ignore_second`` is set. It is set for a rank
+    that a launcher started. The launcher ends such a rank itself, and the rank may get one signal twice, from
+    the launcher and from SLURM.
     """
 
     def __init__(self, on_signal: Callable[[int], object], *, ignore_second: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""The SLURM job of this process, from its environment, and requeueing it.
+"""The SLURM job of this process: its description from the environment, and its requeueing.
 
-Only requeueing needs a command, ``scontrol``.
+Only requeueing calls a command of SLURM, ``scontrol``.
 """
 
 import subprocess
@@ -12,7 +12,7 @@ from components.contracts.errors import ConfigError
 from components.rank_info import RankInfo, number
 
 MAX_REQUEUES = "RUNNER_MAX_REQUEUES"
-"""Environment variable of a job that is one run: how often it may be requeued."""
+"""Environment variable of a SLURM job that is one run: the number of times that it may be requeued."""
 
 NOTICES = ("SIGUSR1", "SIGUSR2")
 """Signals that SLURM sends before a job's time limit (``--signal`` in the job script)."""
@@ -21,9 +21,12 @@ REASONS = (*NOTICES, "SIGTERM")
 
 
 def ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's place in its run as torchrun's variables, or {} if SLURM started no ranks.
+    """Return the variables that torchrun would set for this process, or {} if SLURM started no ranks.
 
     MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS keep their values if the environment has them.
+
+    Raises:
+        ConfigError: if a variable of SLURM is missing, or is not a number in its range.
     """
     place = RankInfo.from_slurm(environ)
     if place is None:
@@ -37,13 +40,17 @@ class JobFacts:
     """The SLURM job of a run, as run.json records it."""
 
     job: str
-    """Id, as ``squeue`` shows it."""
+    """Job id in the form of ``squeue``, such as ``17_2`` for a job of an array."""
     restarts: int
-    """How often SLURM has restarted it."""
+    """Number of times that SLURM has restarted the job."""
 
 
 def job_facts(environ: Mapping[str, str]) -> JobFacts | None:
-    """Return the SLURM job of this process. None means that there is none."""
+    """Return the SLURM job of this process. None means that there is none.
+
+    Raises:
+        ConfigError: if SLURM_RESTART_COUNT is not a number in its range.
+    """
     if "SLURM_JOB_ID" not in environ:
         return None
     name = environ["SLURM_JOB_ID"]
@@ -67,7 +74,10 @@ def max_requeues(environ: Mapping[str, str]) -> int:
 def queue_again(environ: Mapping[str, str]) -> bool:
     """Requeue this SLURM job if RUNNER_MAX_REQUEUES allows it; return whether SLURM will restart it.
 
-    Only rank 0 requeues. The other ranks return True if requeueing is enabled.
+    Only rank 0 requeues. On the other ranks the result is True if requeueing is enabled.
+
+    Raises:
+        ConfigError: if RUNNER_MAX_REQUEUES is not a number.
     """
     job, allowed, place = job_facts(environ), max_requeues(environ), RankInfo.read(environ)
     if job is None or not allowed:
@@ -89,7 +99,10 @@ def queue_again(environ: Mapping[str, str]) -> bool:
 
 
 def scontrol(*words: str) -> "subprocess.CompletedProcess[str]":
-    """Run ``scontrol``; return a failure if it is not installed, as in most containers, or times out."""
+    """Run ``scontrol``; return a result with exit code 1 if it takes more than 60 s or is not installed.
+
+    It is not installed in most containers.
+    """
     command = ["scontrol", *words]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -19,20 +19,21 @@ from runner.training.watchdog import discard_if_empty, stacks_path
 
 POLL_S = 0.05
 GRACE_S = 2.0
-"""Seconds to wait for stacks to be written, and for killed processes to end."""
+"""Seconds of the waits for stacks to be written and for each killed process to end."""
 
 Ranks = Sequence["subprocess.Popen[bytes]"]
 
 
 def run_workers(folder: Path, world_size: int) -> None:
-    """Run ``python -m runner.launch.rank_main FOLDER`` on every rank; return when all have succeeded.
+    """Run ``python -m runner.launch.rank_main FOLDER`` for every rank; return when all have succeeded.
 
     The first signal is passed on to the ranks, which save a checkpoint and end.
 
     Raises:
-        TrainingError: if a rank failed; all other ranks are ended first, and the message has its traceback.
-            It is a NonRetryableError if the rank would fail again, or had been requested to stop.
-        KeyboardInterrupt: if a signal came before the ranks could handle it, or came twice.
+        TrainingError: if a rank failed, after all other ranks have been ended. The message has the traceback
+            of the failed rank. It is a NonRetryableError if the rank would fail again, or after a stop
+            signal.
+        KeyboardInterrupt: if a signal came before the ranks could handle it, or a second one came.
     """
     clear_failure_reports(folder)
     store = host_loopback_store()
@@ -96,7 +97,7 @@ def wait_for_ranks(folder: Path, ranks: Ranks, request: SignalHandler) -> None:
 
 
 def ask_for_stacks(folder: Path, ranks: Ranks) -> None:
-    """Make the ranks that still run write their stacks, with SIGQUIT, and wait for them up to GRACE_S."""
+    """Send SIGQUIT to the ranks that still run, and wait up to GRACE_S seconds for their stacks."""
     paths = [stacks_path(folder / "logs", rank) for rank in range(len(ranks))]
     running = zip(ranks, paths, strict=True)
     waiting = [(r, path, path.stat().st_size) for r, path in running if r.poll() is None and path.exists()]
@@ -109,7 +110,10 @@ def ask_for_stacks(folder: Path, ranks: Ranks) -> None:
 
 
 def terminate_ranks(folder: Path, ranks: Ranks) -> None:
-    """Send SIGKILL to the session of every rank that still runs; all that can be saved has been saved."""
+    """Send SIGKILL to the process group of every rank that still runs, and delete empty files of stacks.
+
+    This comes last, when no rank has state left that it could save.
+    """
     with handling(lambda *_: None):  # a second Ctrl-C must not leave ranks running
         for process in ranks:
             if process.poll() is None:

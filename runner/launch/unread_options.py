@@ -59,7 +59,7 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
     ("parallelism.fp8_recipe parallelism.fp8_all_gather", lambda e: e.run.dtype == "fp8", "run.dtype=fp8"),
     ("parallelism.default_dp", lambda e: getattr(e.parallelism, "dp", None) is None, "parallelism.dp=null"),
 )
-"""Keys, whether anything reads them, and what to set if nothing does."""
+"""Keys, the condition under which they are read, and what to set if it does not hold."""
 
 
 def check_unread_options(experiment: Experiment, config: Config, where: ConfigSources) -> None:

@@ -12,7 +12,7 @@ from components.contracts.status import JobStatus, current_status
 from components.json_text import as_type, parse_json
 
 SWEEP_FOLDER = "RUNNER_SWEEP"
-"""Environment variable with the sweep folder, for every job of a sweep on any machine."""
+"""Environment variable with the path of the sweep folder. It is set for every job of a sweep."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class JobRecord:
     """All overrides of the job, including those that every job of the sweep has."""
     status: JobStatus
     folder: str | None = None
-    """The run folder. None means that the job has none, for example because it was refused."""
+    """The run folder. None means that there is none, for example because the job was refused."""
     loss: float | None = None
-    """The final loss: eval, else train."""
+    """The final evaluation loss, or else training loss. None means that neither is known."""
     error: str | None = None
     seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One job's place in a sweep."""
+    """A job of a sweep: the folder of the sweep, and the number and the overrides of the job."""
 
     sweep: Path
     number: int
@@ -51,7 +51,7 @@ class SweepJob:
         self.write(JobRecord(self.number, self.overrides, "running", folder=at))
 
     def is_first_with(self, audit: str) -> bool:
-        """Return whether no job of the sweep has called this before with the same ``audit`` of its data."""
+        """Return whether this is the first call in the sweep, of any job, with this ``audit`` of the data."""
         asked = self.sweep / "audits" / hashlib.sha256(audit.encode()).hexdigest()
         asked.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -68,7 +68,7 @@ class SweepJob:
 
 
 def read_job_record(path: Path) -> JobRecord:
-    """Return the outcome in ``path``, or a failed one with the reason why the file cannot be read."""
+    """Return the record in ``path``; if it cannot be read, return a failed one with the reason."""
     try:
         fields = as_type(Json, parse_json(path.read_text()))
         return as_type(JobRecord, fields | {"status": current_status(fields.get("status"))})
@@ -77,19 +77,19 @@ def read_job_record(path: Path) -> JobRecord:
 
 
 def read_job_records(sweep: Path) -> list[JobRecord]:
-    """Return the outcomes of the jobs that have begun, sorted by number."""
+    """Return the records of the jobs that have begun, sorted by job number."""
     paths = (sweep / "jobs").glob("*.json")
     found = [read_job_record(path) for path in paths if path.stem.isdecimal()]
     return sorted(found, key=lambda record: record.number)
 
 
 def varied_overrides(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
-    """Return for each job the overrides that are not common to all jobs."""
+    """Return, for each job, those of its overrides that not all jobs have."""
     common = set.intersection(*(set(o.overrides) for o in records)) if len(records) > 1 else set()
     return [tuple(word for word in o.overrides if word not in common) for o in records]
 
 
 def best(records: Sequence[JobRecord]) -> JobRecord | None:
-    """Return the completed run with the lowest loss. None means that there is none."""
+    """Return the record of the completed job with the lowest loss. None means that there is none."""
     done = [record for record in records if record.status == "completed" and record.loss is not None]
     return min(done, key=lambda record: record.loss or 0.0, default=None)

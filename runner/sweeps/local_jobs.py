@@ -20,7 +20,7 @@ from runner.sweeps.job_record import SweepJob, read_job_record
 
 POLL_S = 0.1
 GRACE_S = 5.0
-"""Seconds for jobs to end their ranks after a second signal."""
+"""Seconds that the jobs have to end after SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunningJob:
 
 
 def run_jobs(jobs: Sequence[LocalJob], at_once: int) -> None:
-    """Run all ``jobs``, ``at_once`` of them at a time; each job that has begun leaves an outcome.
+    """Run all ``jobs``, at most ``at_once`` at a time, and record the outcome of each job that has begun.
 
     The first signal is forwarded to the running jobs, which save and end, and no further job begins.
 
@@ -55,7 +55,7 @@ def run_jobs(jobs: Sequence[LocalJob], at_once: int) -> None:
 
 
 class LocalJobPool:
-    """The waiting jobs of one launch, and the running ones by the slot that they occupy."""
+    """The waiting jobs of one launch, and its running jobs, each in a slot with a share of cores and GPUs."""
 
     def __init__(self, jobs: Sequence[LocalJob], places: int) -> None:
         self.waiting, self.running = deque(jobs), dict[int, RunningJob]()
@@ -102,7 +102,7 @@ class LocalJobPool:
             running.process.send_signal(number)
 
     def terminate(self) -> None:
-        """End all running jobs, by force after GRACE_S seconds."""
+        """Send SIGTERM to all running jobs, and SIGKILL to those that still run after GRACE_S seconds."""
         with handling(lambda *_: None):
             processes = [running.process for running in self.running.values()]
             for process in processes:
@@ -136,7 +136,10 @@ def start_job(job: LocalJob, environ: dict[str, str]) -> RunningJob:
 
 
 def close_job(running: RunningJob, *, stopping: bool) -> None:
-    """Print the outcome of a job that has ended, after recording it if the job could not."""
+    """Print the outcome of a job that has ended; record it first if the job itself could not.
+
+    ``stopping`` means that the sweep was requested to stop.
+    """
     job, code, seconds = running.job, running.process.returncode, time.monotonic() - running.began
     if read_job_record(job.sweep_job.path).status == "running":  # the job could not record its end
         error = f"the job {describe_exit(code)}; the end of {job.log}:{read_last_lines(job.log)}"
@@ -153,14 +156,15 @@ def close_job(running: RunningJob, *, stopping: bool) -> None:
 
 
 def write_stderr(words: str) -> None:
-    """Write a line to stderr without its buffer, in which a signal may have interrupted another write."""
+    """Write a line to stderr, unbuffered, because a signal may have interrupted a write to its buffer."""
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{words}\n".encode())
 
 
 def gpu_share(place: int, places: int, gpus: Sequence[str]) -> dict[str, str]:
     """Return the environment variables that give slot ``place`` its part of the cores and GPUs.
 
-    If there are more slots than GPUs, several share one. ``OMP_NUM_THREADS`` of the user is kept.
+    If there are more slots than GPUs, several slots share a GPU. If the user has set ``OMP_NUM_THREADS``, it
+    is kept, and the cores are not divided.
     """
     environ: dict[str, str] = {}
     if "OMP_NUM_THREADS" not in os.environ:

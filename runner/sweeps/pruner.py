@@ -1,4 +1,4 @@
-"""Early ends of unpromising runs: the file in a sweep's folder from which jobs build their pruner."""
+"""The file in a sweep folder from which each job builds its pruner, which ends unpromising runs early."""
 
 import json
 import pkgutil
@@ -16,7 +16,7 @@ FILE = "pruner.json"
 
 @dataclass(frozen=True)
 class PrunerFile:
-    """The content of the file: the class ``module:class``, and its arguments besides the job's number."""
+    """The content of the file: the class, as ``module:class``, and its arguments other than ``number``."""
 
     target: str
     options: Json
@@ -32,10 +32,10 @@ def leave_no_pruner(sweep: Path) -> None:
 
 
 def pruner_of(sweep: SweepPlace | None) -> Pruner | None:
-    """Return the pruner of a job, given its ``sweep`` in run.json. None means that there is none.
+    """Return the pruner of a job, given the field ``sweep`` of its run.json. None means that there is none.
 
     Raises:
-        ConfigError: if its file is damaged.
+        ConfigError: if the file is damaged, or the pruner cannot be built from it.
     """
     path = None if sweep is None else Path(sweep.folder) / FILE
     if sweep is None or path is None or not path.exists():

@@ -35,7 +35,7 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
     ``explained`` prints a failure for the user and returns its exit code.
 
     Raises:
-        KeyboardInterrupt, SystemExit: after a signal; no other job of this process shall begin.
+        KeyboardInterrupt, SystemExit: after a signal, so that no other job of this process begins.
     """
     point.mark_running()
     began, loss = time.monotonic(), math.nan
@@ -59,7 +59,10 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
 
 
 def job_status(point: SweepJob) -> JobStatus:
-    """Return the status of a job that did not raise: ``interrupted`` if ``run.max_time`` ended it."""
+    """Return the status of a job that did not raise.
+
+    It is ``pruned`` if a pruner ended the run, ``interrupted`` if ``run.max_time`` did, else ``completed``.
+    """
     folder = read_job_record(point.path).folder
     if folder is None or not Path(folder, "run.json").is_file():  # a forecast writes none
         return "completed"
@@ -85,9 +88,9 @@ def create_sweep(folder: Path, overrides: Sequence[str]) -> None:
 def finish_sweep(folder: Path, code: int) -> int:
     """Record and print the outcome of a sweep, and return its exit code, given the ``code`` of its command.
 
-    If ``code`` is DONE, a job that failed or did not record its end changes it to FAILED. Otherwise refused
-    jobs change it, to MISTAKE, only if all jobs were refused. If the sweep itself was refused, or no job has
-    begun, ``code`` is returned unchanged and nothing is written.
+    If ``code`` is DONE, the result is FAILED if a job failed or did not record its end, and MISTAKE if all
+    jobs were refused. Otherwise it is ``code``. If the sweep itself was refused, or no job has begun,
+    ``code`` is returned and nothing is written.
     """
     records = read_job_records(folder)
     if not records or code == MISTAKE:  # jobs never raise, so the sweep itself was refused

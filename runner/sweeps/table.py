@@ -1,4 +1,4 @@
-"""The table at the end of a sweep: a row for each job, a column for each key that varies."""
+"""The table at the end of a sweep, with a row for each job and a column for each key that varies."""
 
 import re
 from collections import Counter
@@ -28,7 +28,7 @@ def print_table(records: Sequence[JobRecord], console: Console) -> None:
 
 
 def sweep_table(records: Sequence[JobRecord], *, folders: bool) -> Table:
-    """Build the table: a row per job, by number, and a column per key that not all jobs have in common."""
+    """Build the table, with a row for each job and a column for each key that varies between the jobs."""
     own = varied_overrides(records) if len(records) > 1 else [()]
     points = [dict(word.partition("=")[::2] for word in words) for words in own]
     keys = list(dict.fromkeys(key for point in points for key in point))
@@ -60,7 +60,7 @@ def sweep_table(records: Sequence[JobRecord], *, folders: bool) -> Table:
 
 
 def format_value(value: str) -> str:
-    """Shorten a fraction drawn by an optimiser from 17 digits to 4, enough to distinguish it."""
+    """Round a number with 7 or more decimals, as a sweep's optimiser samples it, to 4 significant digits."""
     return f"{float(value):.4g}" if re.fullmatch(r"\d+\.\d{7,}(e-?\d+)?", value) else value
 
 

@@ -1,4 +1,7 @@
-"""``run.deterministic=true``: equal runs are bitwise equal; nondeterministic operations raise an error."""
+"""``run.deterministic=true``: equal runs give bitwise equal results.
+
+Operations without a deterministic implementation raise an error.
+"""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-"""Variables that cuBLAS and transformer-engine read when CUDA starts; set before an engine is built."""
+"""Variables that cuBLAS and transformer-engine read when CUDA starts, and that must be set before then."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Calling the hooks of a run. A request or a failure of a hook on one rank takes effect on all ranks."""
+"""Calls of the hooks of a run. A request or a failure of a hook on one rank takes effect on all ranks."""
 
 import logging
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ class Hooks:
     """The hooks of a run, called in their order on every rank.
 
     Args:
+        run: the object through which hooks see the run and make requests.
         own: hooks of the program itself, which make the same requests on every rank.
         chosen: the hooks of the configuration, by name.
     """
@@ -26,7 +27,7 @@ class Hooks:
         self.run, self.chosen = run, dict(chosen)
         self.hooks = [*own.items(), *chosen.items()]  # a hook may have the name of one of the program's own
         self.stop = False
-        """Whether a hook has asked for the end of the training."""
+        """Whether a hook has requested the end of the training."""
 
     def begin(self) -> None:
         """Prepare the hooks, and read their tensors from the checkpoint that the run resumes from."""
@@ -43,14 +44,20 @@ class Hooks:
                 load_tensors(checkpoint, found, together=False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of all hooks, by key of a checkpoint."""
+        """Return the tensors of all chosen hooks, by their keys in a checkpoint."""
         return {key: tensor for name in self.chosen for key, tensor in self._tensors(name).items()}
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         return {f"hook/{name}/{key}": tensor for key, tensor in self.chosen[name].tensors().items()}
 
     def call(self, event: str, *arguments: Any, **options: Any) -> None:
-        """Call the method ``event`` of every hook, then share their requests between the ranks."""
+        """Call the method ``event`` of every hook, then share their requests between the ranks.
+
+        A chosen hook that fails is removed if its ``on_error`` is ``warn``.
+
+        Raises:
+            TrainingError: if a hook fails whose ``on_error`` is ``stop``.
+        """
         for name, hook in list(self.hooks):
             failure: Exception | None = None
             try:
@@ -82,7 +89,7 @@ class Hooks:
             del self.chosen[name]
 
     def _agree(self) -> None:
-        """Add the requests of any rank to those of every rank."""
+        """Add the requests that hooks have made on any rank to the requests on every rank."""
         agree = self.run.engine.max_over_ranks
         if agree(float(bool(self.run.requests))):
             asked = {request for request in get_args(Request) if agree(float(request in self.run.requests))}

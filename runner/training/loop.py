@@ -45,7 +45,7 @@ class TrainContext:
     loss: Loss
     train_data: DataLoader
     eval_data: Mapping[str, DataLoader]
-    """The evaluation sets by the prefix of their metrics."""
+    """The loaders of the evaluation sets, by the prefix of their metrics."""
     lr: Callable[[int], float]
     checkpoints: CheckpointManager
     reporter: MetricsReporter
@@ -61,7 +61,8 @@ class TrainContext:
 def train(t: TrainContext) -> None:
     """Train from ``t.state.step`` to the last step of the data, or to an early stop; every rank calls it.
 
-    If ``t.stop`` has a reason, the current step is completed and saved, and training ends.
+    If ``t.stop`` has a reason, the current step is completed and saved, and training ends. With
+    ``run.evaluate_only`` there is only an evaluation.
     """
     if t.run.evaluate_only:
         evaluate(t)
@@ -75,7 +76,7 @@ def train(t: TrainContext) -> None:
 
 
 def take_steps(t: TrainContext) -> None:
-    """Run the steps of ``train``, each with its evaluation and checkpoint if they are due."""
+    """Run the steps of ``train``; evaluate and save after each step if that is due."""
     last = t.train_data.num_steps
     if t.state.owes_evaluation:  # that of the current step, which a stop interrupted
         evaluate(t)
@@ -113,8 +114,8 @@ def take_trial_step(t: TrainContext) -> None:
     """Run forward and backward on the largest micro-batch of the run, and discard the gradients.
 
     A run that needs too much memory fails here, in its first seconds. Weights, optimizer and random state are
-    unchanged afterwards. A neighbouring micro-batch is included, so that the memory of gradient accumulation
-    counts.
+    unchanged afterwards. A neighbouring micro-batch of the same step is included, because accumulated
+    gradients also need memory.
     """
     t.watchdog.beat("in the trial step")
     step, index = t.train_data.largest_microbatch()
@@ -131,7 +132,7 @@ def take_trial_step(t: TrainContext) -> None:
 
 
 def stop_record(t: TrainContext) -> Stopped | None:
-    """Return the step and reason of the stop. None means that the run is complete."""
+    """Return the step and reason of a stop before the end. None means that the run is complete."""
     if t.stop.reason is None:
         return None
     return Stopped(t.state.step, t.train_data.num_steps, t.stop.reason)
@@ -165,7 +166,7 @@ def train_step(t: TrainContext) -> None:
 
 
 def evaluate(t: TrainContext) -> None:
-    """Evaluate on all evaluation sets.
+    """Evaluate on all evaluation sets, if there are any, and record the metrics.
 
     If a stop interrupts the evaluation, nothing is recorded.
     """
@@ -185,9 +186,9 @@ def evaluate(t: TrainContext) -> None:
 
 
 def evaluate_first(t: TrainContext) -> None:
-    """Log the metrics of the initial weights.
+    """Log the evaluation metrics of the initial weights.
 
-    No decision of the run depends on them.
+    They do not affect early stopping, pruning, the best checkpoint or hooks.
     """
     if t.eval_data:
         with naming_step("evaluation before the first step"):
@@ -230,7 +231,7 @@ def save_checkpoint(t: TrainContext) -> None:
 def every(cadence: float, step: int, last: int) -> bool:
     """Return whether ``step`` is a multiple of ``cadence``.
 
-    A cadence below 1 is a share of ``last``; 0 means never.
+    A cadence below 1 is a share of ``last``, the number of steps; 0 means never.
     """
     steps = math.ceil(cadence * last) if cadence < 1 else int(cadence)
     return steps > 0 and step % steps == 0

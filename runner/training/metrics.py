@@ -29,7 +29,7 @@ NAMED_SAMPLES = 16
 
 @dataclass
 class Window:
-    """Steps since the last logged one; throughput is an average over them."""
+    """Totals over the steps since the last logged step, from which the mean throughput is computed."""
 
     steps: int = 0
     tokens: int = 0
@@ -39,7 +39,7 @@ class Window:
 
 @dataclass
 class MetricsReporter:
-    """Reporter of a run's metrics. It has loggers and a progress bar only on the main rank."""
+    """The reporter of a run's metrics, which has loggers and a progress bar only on the main rank."""
 
     log_every: int
     flops: Callable[[BatchStats], float]
@@ -84,9 +84,9 @@ class MetricsReporter:
         epoch: float | None,
         seconds: float,
     ) -> None:
-        """Count one step; write a row every ``log_every`` steps and for the last one.
+        """Count one step; write a row every ``log_every`` steps and for the last step.
 
-        Every rank calls it.
+        Every rank calls this method. If ``log_every`` is 0, no row is written.
         """
         window = self.window
         window.steps += 1
@@ -103,7 +103,7 @@ class MetricsReporter:
             self._write(row, train_line(row))
 
     def skipped(self, step: int, result: StepResult, max_loss: float, samples: Sequence[str]) -> None:
-        """Log why the update of ``step`` was skipped and, except after an overflow, its samples."""
+        """Log why the update of ``step`` was skipped and, unless gradients overflowed, the step's samples."""
         if self.loggers is None:
             return
         if result.overflow:
@@ -143,7 +143,7 @@ class MetricsReporter:
             self.loggers.log(row)
 
     def _memory(self) -> Row:
-        """Return memory in GiB: the largest GPU peak of any rank or, on a CPU, this process's RSS."""
+        """Return the memory in GiB: the largest GPU peak of all ranks or, on CPUs, this process's RSS."""
         peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
         if peak:
             return {"perf/peak_memory_gib": self.max_over_ranks(peak / 2**30)}
@@ -200,7 +200,7 @@ def performance(window: Window, peak_flops: float | None) -> Row:
 
 
 def train_line(row: Row) -> str:
-    """Format the metrics that fit a line of 80 columns; metrics.jsonl has all."""
+    """Format the main metrics as one line of about 80 columns; metrics.jsonl has all metrics."""
     memory_gib = row["perf/peak_memory_gib"] if "perf/peak_memory_gib" in row else row["perf/rss_gib"]
     skipped = f"  skipped {row['train/total_skipped']}" if row["train/total_skipped"] else ""
     return (

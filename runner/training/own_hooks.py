@@ -17,14 +17,14 @@ log = logging.getLogger("runner")
 
 @dataclass(kw_only=True)
 class BestMetric(Hook):
-    """A hook that records the best value of a metric, requests its checkpoint and stops the run early."""
+    """A hook that records the best value of a metric, requests checkpoints of it, and ends a run early."""
 
     state: TrainState
     watched: WatchedMetric
     saves: bool
     """Whether a checkpoint is saved whenever the value is the best so far."""
     patience: int | None
-    """Evaluations without a better value after which the run ends. None means that it does not."""
+    """Number of evaluations since the best one after which the run ends. None means no early stopping."""
 
     def begin(self, run: HookRun) -> None:
         self._stop_if_exhausted(run)
@@ -48,13 +48,13 @@ class BestMetric(Hook):
 
 @dataclass(kw_only=True)
 class SkipLimit(Hook):
-    """A hook that ends a run after ``limit`` skipped steps in a row."""
+    """A hook that ends a run after ``limit`` consecutive skipped steps."""
 
     state: TrainState
     limit: int
 
     def after_step(self, run: HookRun, result: StepResult, stats: BatchStats) -> None:  # noqa: ARG002
-        """Raise NonRetryableError if ``limit`` steps in a row were skipped."""
+        """Raise NonRetryableError if ``limit`` consecutive steps were skipped."""
         if self.state.skipped_in_a_row >= self.limit:
             raise NonRetryableError(
                 f"step {self.state.step}: the update was skipped {self.state.skipped_in_a_row} steps in a "

@@ -9,8 +9,8 @@ from components.contracts.data import BatchStats, DataLoader
 class Prefetched:
     """A ``DataLoader`` that builds the micro-batches of the next step during the current one.
 
-    With ``pin`` they are in page-locked memory, from which a GPU copies them without the host waiting. A
-    step that was not prefetched (the first, or after a jump) is built on request.
+    With ``pin`` they are in page-locked memory, from which they can be copied to a GPU asynchronously. The
+    micro-batches of a step that was not prefetched (the first, or one after a jump) are built on request.
     """
 
     def __init__(self, loader: DataLoader, *, pin: bool) -> None:

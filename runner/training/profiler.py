@@ -17,10 +17,10 @@ ROWS = 60
 
 
 class Profiler:
-    """A recorder of steps ``profiler.steps`` of this process on the ranks of ``profiler.ranks``.
+    """A recorder of the steps ``profiler.steps`` of this process, if its rank is in ``profiler.ranks``.
 
     It writes ``step_S_rank_R.json``, a Chrome trace (chrome://tracing, https://ui.perfetto.dev), and a table
-    of operators, ``step_S_rank_R.txt``, to ``folder``; S is the first of these steps.
+    of operators, ``step_S_rank_R.txt``, to ``folder``; S is the number of the first recorded step in the run.
     """
 
     def __init__(self, profiler: ProfilerConfig, folder: Path, rank: int, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record the step that the body runs, if it is one of ``profiler.steps``.
+        """Record the step that runs in the context, if it is one of ``profiler.steps``.
 
         ``number`` (from 1) counts from the first step of the run and names the files, but ``profiler.steps``
         count from the first step of this process.
@@ -53,10 +53,10 @@ class Profiler:
             self.finish(number)
 
     def finish(self, last: int) -> None:
-        """Stop the recording, if one is running, and write it; ``last`` is its last step.
+        """Stop the recording, if it is running, and write it; ``last`` is the number of its last step.
 
-        A run may end before the last of ``profiler.steps``. A recording that is never stopped can crash the
-        process at its exit.
+        A run may end before the last of ``profiler.steps``. A recording that is not stopped can crash the
+        process at exit.
         """
         if self.recorder is None or self.recorded_from is None:
             return

@@ -1,4 +1,4 @@
-"""One rank of ``preflight.mode=prove``, which compares a layout with one process."""
+"""One rank of a proof, ``preflight.mode=prove``, which compares a layout with one process."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,10 @@ from runner.training.watchdog import Watchdog, end_process
 
 
 def prove_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> None:
-    """Run the steps of a proof and write their results to ``folder/layout``; every rank calls it."""
+    """Run the steps of a proof and write their results to ``folder/layout``; every rank calls this function.
+
+    ``give_up`` ends the process if there is no progress for ``run.hang_timeout_s`` seconds.
+    """
     experiment = build_experiment(read_run_config(folder), ConfigSources())
     rank, timeout = RankInfo.read().rank, experiment.run.hang_timeout_s
     with Watchdog(folder / "logs", rank, timeout, give_up, on_request=True):

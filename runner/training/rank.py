@@ -53,9 +53,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, 
 
 
 def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> None:
-    """Train, evaluate, save and export; every rank of the run calls it with the same folder.
+    """Train, evaluate, save and export; every rank of the run calls this function with the same folder.
 
     ``give_up`` ends the process if there is no progress for ``run.hang_timeout_s`` seconds.
+
+    Raises:
+        TrainingError: if the run fails, for example because a file cannot be written. It is a
+            NonRetryableError if ``check_weights`` or ``check_target`` raises it.
     """
     config, record = read_run_config(folder), RunRecord.read(folder)
     experiment = build_experiment(config, ConfigSources())
@@ -106,7 +110,7 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
 def check_weights(engine: Engine, state: TrainState) -> None:
     """Raise NonRetryableError if training has changed no weight, or a weight is not finite.
 
-    The numbers of such a run can look good, and its export would be taken for a trained model.
+    The metrics of such a run can look good, and its export would be mistaken for a trained model.
     """
     if state.skipped == state.step:
         raise NonRetryableError(
@@ -137,7 +141,7 @@ def check_target(state: TrainState, target_loss: float | None) -> None:
 
 @contextmanager
 def closing(engine: Engine, world_size: int) -> Iterator[Engine]:
-    """Close ``engine`` when the context is left, but after an error only if this is the only rank."""
+    """Close ``engine`` when the context is left; after an error, only if this is the only rank."""
     try:
         yield engine
     except BaseException:
@@ -168,7 +172,7 @@ def training_options(experiment: Experiment, device: DeviceKind) -> EngineOption
 
 
 def engine_options(experiment: Experiment, device: DeviceKind, **others: Any) -> EngineOptions:
-    """Build the engine options from ``experiment.run``; ``others`` are fields that it does not set."""
+    """Build the engine options from ``experiment.run`` and ``others``, the remaining fields."""
     run = experiment.run
     return EngineOptions(
         dtype=DTYPES[run.dtype],
@@ -185,7 +189,7 @@ def engine_options(experiment: Experiment, device: DeviceKind, **others: Any) ->
 
 
 def fill_reference(experiment: Experiment, folder: Path, record: RunRecord, watchdog: Watchdog) -> None:
-    """Compute the reference log-probabilities that the cache lacks; every rank calls it."""
+    """Compute the reference log-probabilities that the cache lacks; every rank calls this function."""
     if record.reference is None or not record.reference.compute:
         return
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
@@ -214,7 +218,7 @@ def build_loop(
     requested: SignalHandler,
     watchdog: Watchdog,
 ) -> TrainContext:
-    """Build the loop's arguments, for a new run or from ``record.checkpoint``; every rank calls it."""
+    """Build the arguments of ``train``, for a new run or from ``record.checkpoint``, on every rank."""
     run, saving, place = experiment.run, experiment.checkpoint, RankInfo.read()
     cache = None if record.reference is None else Path(record.reference.folder)
     data = experiment.data.restore(record.data)
@@ -281,10 +285,7 @@ def build_hooks(
     num_steps: int,
     resumed_from: Path | None,
 ) -> Hooks:
-    """Build the hooks of the run.
-
-    An evaluation without training has none.
-    """
+    """Build the hooks of the run, of which there are none with ``run.evaluate_only``."""
     run, stopping = experiment.run, experiment.early_stopping
     observed = HookRun(
         folder=folder,
@@ -327,7 +328,7 @@ def open_stream(
     record: RunRecord,
     state: TrainState,
 ) -> DataLoader:
-    """Open the stream of training data at the position of ``state``; every rank calls it."""
+    """Open the stream of training data at the position of ``state``; every rank calls this function."""
     loader = experiment.data.open_stream(
         record.data,
         shard,
@@ -350,10 +351,7 @@ def reporter(
     config: Config,
     record: RunRecord,
 ) -> MetricsReporter:
-    """Build the reporter.
-
-    It prints and logs only with a ``console``, which only rank 0 has.
-    """
+    """Build the reporter, which prints and logs only with a ``console``; only rank 0 has one."""
     sizes = matmul_sizes(experiment.model.meta_model, adapted=experiment.adapter is not None)
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     flops = partial(step_flops, sizes, forward_only_passes=source.forward_only_passes)

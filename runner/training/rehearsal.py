@@ -15,9 +15,10 @@ from runner.training.rank import training_options
 
 
 def rehearse_rank(folder: Path, request: Json) -> Json:
-    """Rehearse one rank of the run in ``folder``.
+    """Rehearse one rank of the run in ``folder``, as ``request``, the content of request.json, describes.
 
-    The result has the rank's number, the seconds of the rehearsal, and the entries of ``describe``.
+    The result has the number of the rank, the duration of the rehearsal in seconds, and the entries of
+    ``describe``.
     """
     experiment = build_experiment(read_run_config(folder), ConfigSources())
     rank, world_size = request["rank"], request["world_size"]

@@ -1,4 +1,4 @@
-"""Summary of the results of a run, which run.json holds with any choice of loggers."""
+"""Summary of the results of a run, which is in run.json whatever loggers are chosen."""
 
 import math
 from collections.abc import Mapping
@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Results:
-    """First and last logged finite values. A run that resumes in its folder adds to them."""
+    """First and last finite values of the metrics. A run that resumes in its folder adds to them."""
 
     first: dict[str, float] = field(default_factory=dict)
     """The first training row that has a loss."""
     last: dict[str, float] = field(default_factory=dict)
     """The last value under every key; ``step`` is that of the last training row that has a loss."""
     diverged: bool = False
-    """Whether the loss of the last evaluation is not finite. Then ``last`` has only its finite metrics."""
+    """Whether the loss of the last evaluation is not finite.
+
+    If so, ``last`` has only the finite metrics of this evaluation.
+    """
 
     def add(self, row: Mapping[str, float | int | None]) -> None:
         known = {key: value for key, value in row.items() if value is not None and math.isfinite(value)}

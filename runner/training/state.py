@@ -22,11 +22,11 @@ class TrainState:
     skipped: int = 0
     skipped_in_a_row: int = 0
     owes_evaluation: bool = False
-    """Whether a stop interrupted the evaluation due at ``step``. A run that resumes begins with it."""
+    """Whether a stop interrupted the evaluation due at ``step``, with which a resumed run begins."""
     best: float | None = None
     """The best value of the watched metric so far. None means that there is none yet."""
     best_of: str | None = None
-    """Mode and name of that metric, such as ``min eval/loss``. Watching another one resets ``best``."""
+    """Mode and name of the watched metric, such as ``min eval/loss``. A change of it resets ``best``."""
     best_step: int | None = None
     evals_since_best: int = 0
     loss_mean: float | None = None
@@ -34,9 +34,9 @@ class TrainState:
     interval_loss: float = 0.0
     """Sum of the finite losses since the last row of metrics."""
     interval_steps: int = 0
-    """Number of those losses."""
+    """Number of the losses in ``interval_loss``."""
     stream_position: list[int] = field(default_factory=list)
-    """Where in a stream of data the next step begins, see ``DataLoader.advance``. Empty for other data."""
+    """Position of the next step in streamed data, see ``DataLoader.advance``. It is empty for other data."""
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
@@ -83,15 +83,15 @@ class TrainState:
     def max_loss(self, spike_factor: float | None) -> float:
         """Return the loss above which the next step is a spike, or infinity if there is no threshold.
 
-        There is none without ``spike_factor``, before ten steps that were not skipped, or if the running mean
-        is not positive.
+        There is no threshold if ``spike_factor`` is None, if fewer than ten steps were not skipped, or if the
+        running mean of the loss is not positive.
         """
         if spike_factor is None or self.step - self.skipped < 10 or not self.loss_mean or self.loss_mean < 0:
             return math.inf
         return spike_factor * self.loss_mean
 
     def evaluated(self, means: Mapping[str, float], metric: str, mode: str) -> bool:
-        """Record an evaluation; return whether its ``metric`` is the best so far."""
+        """Record the metrics ``means`` of an evaluation; return whether ``metric`` is the best so far."""
         if self.best_of != (watched := f"{mode} {metric}"):
             self.best, self.best_of, self.best_step, self.evals_since_best = None, watched, None, 0
         value, sign = means[metric], -1 if mode == "max" else 1

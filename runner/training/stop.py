@@ -1,6 +1,6 @@
 """Stops of a run before its last step: by a signal, ``run.max_time``, or a pruner.
 
-This module does not import torch, because the command line imports it at its start.
+This module does not import torch, because the command line imports it at startup.
 """
 
 import math
@@ -13,15 +13,20 @@ from contextlib import contextmanager
 from runner.launch.signals import SignalHandler
 
 PRUNED = "pruned"
-"""The reason if the pruner of a sweep's optimiser ends a run that is not promising."""
+"""Stop reason of a run that the pruner of a sweep has ended because it was not promising."""
 
 TIME_LIMIT = 1000.0
-"""Code of the time limit among stop reasons. It is above all signal numbers, and ranks use the maximum."""
+"""Code of ``run.max_time`` among the stop reasons, whose other codes are the signal numbers.
+
+The maximum over all ranks is used, and the time limit is above all signal numbers.
+"""
 RECENT = 20
-"""Number of recent steps, and of recent batches of an evaluation. The next one is expected not to exceed the
-longest of them. The first step, which compiles, soon drops out."""
+"""Number of recent steps, and of recent evaluation batches, from which the next duration is estimated.
+
+The estimate is the longest of their durations. The first step, which includes compilation, soon drops out.
+"""
 MARGIN, EXIT_S = 1.5, 2.0
-"""Safety factor on the longest step and save so far, and seconds that the exit takes."""
+"""Safety factor on the longest recent step and the longest save, and seconds that the exit takes."""
 
 Pruner = Callable[[int, float], bool]
 
@@ -54,9 +59,10 @@ class StopPolicy:
         self.longest_save, self.since = save_s, clock()
 
     def poll(self, *, evaluates: bool = False) -> str | None:
-        """Return the reason to stop, if any rank has one; every rank calls it at the same points.
+        """Return the reason to stop. None means that no rank has one.
 
-        It is called after every step and, with ``evaluates``, after every batch of an evaluation.
+        Every rank calls this method after every step and, with ``evaluates``, after every batch of an
+        evaluation.
         """
         now = self.clock()
         (self.eval_batches if evaluates else self.steps).append(now - self.since)
@@ -69,9 +75,9 @@ class StopPolicy:
         return self.reason
 
     def check_prune(self, step: int, loss: float) -> None:
-        """End the run if ``prune`` of any rank returns true.
+        """Set the reason to stop if ``prune`` returns True on any rank.
 
-        Every rank calls it after each evaluation except the last.
+        Every rank calls this method after each evaluation before the last step.
         """
         pruned = self.prune is not None and self.prune(step, loss)
         if self.agree(float(pruned)):
@@ -79,7 +85,7 @@ class StopPolicy:
 
     @contextmanager
     def expects_save(self) -> Iterator[None]:
-        """Time a save, and do not count it as part of a step."""
+        """Measure the duration of a save in the context, and do not count it as part of a step."""
         began = self.clock()
         yield
         self.since = self.clock()

@@ -1,6 +1,6 @@
-"""Watchdog that writes the stacks of all threads and ends a run without progress.
+"""A watchdog that ends a run without progress for ``run.hang_timeout_s`` seconds.
 
-``run.hang_timeout_s`` is its timeout.
+First it writes the stacks of all threads to a file.
 """
 
 import faulthandler
@@ -25,7 +25,7 @@ class Watchdog:
     """A thread that ends this process after ``timeout`` seconds without a ``beat``; 0 means never.
 
     First it writes the stacks of all threads to ``folder/stacks_<rank>.txt``. With ``on_request``, for a rank
-    that a parent or a launcher started, SIGQUIT writes them at any time, whatever the rank is doing.
+    that a parent or a launcher started, SIGQUIT makes the process write them at any time.
 
     Args:
         give_up: ends the process; called with the error, on the watchdog's thread.
@@ -93,7 +93,7 @@ class Watchdog:
 
 
 def end_process(error: TrainingError) -> None:
-    """Print ``error`` and exit at once, for a rank in the user's process whose main thread hangs."""
+    """Print ``error`` and end the process at once, from the watchdog's thread while the main thread hangs."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(FAILED)
 

@@ -1,4 +1,4 @@
-"""Output of a dry run: script, environment and jobs of a submission."""
+"""Output of ``hydra.launcher.dry_run=true``: script, environment and jobs of a submission."""
 
 import os
 import re
@@ -36,6 +36,6 @@ def print_dry_run(allocation: SbatchOptions, folder: Path, jobs: Sequence["Slurm
 
 
 def slurm_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return bash lines for the variables that may concern a run, without values of likely secrets."""
+    """Return bash lines that export the variables that may affect a run, with likely secrets masked."""
     found = sorted((name, value) for name, value in environ.items() if CONCERNS.match(name))
     return [f"export {name}={'***' if SECRET.search(name) else shlex.quote(value)}" for name, value in found]

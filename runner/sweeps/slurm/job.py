@@ -1,4 +1,4 @@
-"""One job of a sweep on SLURM: the sweep's process composes its config, and other nodes run it."""
+"""One job of a sweep on SLURM, whose config is composed by the sweep's process and which other nodes run."""
 
 import os
 import time
@@ -24,7 +24,7 @@ CODES = {"completed": DONE, "pruned": DONE, "interrupted": DONE, "invalid": MIST
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A composed config without Hydra's state; every rank that the batch system starts calls it."""
+    """A composed config without Hydra's state, as a callable that every task started by SLURM calls."""
 
     config: Config
     where: ConfigSources
@@ -39,14 +39,14 @@ class SlurmJob:
         return self.where.sweep_job
 
     def check(self, tasks: int | None, gpus: int) -> None:
-        """Check, on the machine that starts the sweep, keys, batch sizes and whether model and layout fit.
+        """Check keys, batch sizes and whether model and layout fit, on the machine that starts the sweep.
 
         Args:
             tasks: number of tasks, each of which is a rank. None means one task that starts its own ranks.
             gpus: number of GPUs that a task sees.
 
         Raises:
-            ConfigError: if the job would be refused on its machine.
+            ConfigError: if a check fails that would also fail on the machine of the job.
         """
         from components.preflight import checks
         from runner.config.instantiate import build_experiment

@@ -28,14 +28,14 @@ OVER = frozenset(
 NOT_IN_QUEUE = "NO LONGER IN THE QUEUE"
 """State of a job that squeue no longer lists: it ended long ago, or was cancelled before it began."""
 LAST_POLL_S, PATIENCE_S = 30.0, 60.0
-"""Longest interval between two calls of squeue, and time for cancelled jobs to save, in seconds."""
+"""Longest interval between two calls of squeue, and time in which cancelled jobs may save, in seconds."""
 WRITING_S = 10.0
-"""Seconds until a file that another node has written is visible here."""
+"""Maximum time in seconds until a file that another node has written is visible here."""
 
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """One job of the array, with id ``17_2``, or ``17`` if it is the only one."""
+    """One job of the array, with an id such as ``17_2``, or ``17`` if it is the only job."""
 
     id: str
     sweep_job: SweepJob
@@ -55,7 +55,7 @@ class Queue:
         self.known = {job.id: ("PENDING", "") for job in jobs}
 
     def ask(self) -> dict[str, tuple[str, str]]:
-        """Return (state, reason) of every job; the last known ones if squeue fails."""
+        """Return (state, reason) of every job by id, or the last known ones if squeue fails."""
         command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r", "--jobs"]
         answer = subprocess.run([*command, self.arrays], capture_output=True, text=True, check=False)
         if answer.returncode and "Invalid job id" not in answer.stderr:
@@ -112,14 +112,17 @@ class JobArray:
             print(f"job {self.jobs[number].sweep_job.number} (SLURM {number}): {state.lower()}", flush=True)
 
     def cancel(self) -> None:
-        """Cancel the jobs and wait up to PATIENCE_S seconds; running ones save their state first."""
+        """Cancel the jobs, and wait up to PATIENCE_S seconds until those that run have saved their state."""
         print(f"jobs that are cancelled: {len(self.jobs)}", flush=True)
         subprocess.run(["scancel", *self.jobs], check=False)
         self.watch(until=time.monotonic() + PATIENCE_S, cancelled=True)
 
 
 def wants_cancel(count: int) -> bool:
-    """Ask at the terminal whether to cancel; return True without a terminal or if the answer is Ctrl-C."""
+    """Ask at the terminal whether to cancel ``count`` jobs; return the answer.
+
+    It is True without a terminal, and after Ctrl-C or the end of the input.
+    """
     if not sys.stdin.isatty():
         return True
     try:
@@ -152,7 +155,10 @@ def finalize_job(job: SubmittedJob, state: str, reason: str, *, cancelled: bool)
 
 
 def read_final_record(job: SubmittedJob, *, expected: bool) -> JobRecord:
-    """Return the outcome that the job has written, or an empty one if it never began."""
+    """Return the outcome that the job has written, or one with the status ``running`` if it never began.
+
+    If the end of the job is ``expected`` in its file, wait up to WRITING_S seconds until it is visible.
+    """
     deadline = time.monotonic() + (WRITING_S if expected else 0.0)
     while True:
         known = JobRecord(job.sweep_job.number, job.sweep_job.overrides, "running")
