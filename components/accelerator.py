@@ -1,4 +1,4 @@
-"""The accelerator of this machine, as ``torch.accelerator`` finds it."""
+"""Detection of this machine's accelerator with ``torch.accelerator``."""
 
 import torch
 
@@ -7,13 +7,13 @@ UNSUPPORTED = {"mps": "FSDP2 needs streams, its sums need float64, and torch has
 
 
 def find_accelerator() -> torch.device | None:
-    """Return the kind of accelerator that engines can use on this machine. None means that there is none."""
+    """Return this machine's accelerator. None means that it has none that an engine can use."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None or found.type in UNSUPPORTED else found
 
 
 def inference_device(model: torch.nn.Module) -> torch.device:
-    """Return the accelerator if ``model`` takes less than half of its free memory, else the CPU.
+    """Return the accelerator if the weights of ``model`` need less than half its free memory, else the CPU.
 
     A model that was trained on several devices may not fit on one.
     """

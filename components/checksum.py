@@ -6,7 +6,8 @@ from pathlib import Path
 import xxhash
 
 CHUNK = 2**22
-"""Bytes that are hashed at once, small enough to be still in the cache when they are written."""
+"""Size in bytes of the pieces in which files are hashed: small enough that a piece that has just been hashed
+is still in the CPU cache when it is written."""
 
 
 def checksum(path: Path) -> str:

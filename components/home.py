@@ -1,4 +1,4 @@
-"""Paths that begin with the home of a user, as a shell writes them."""
+"""Expansion of ``~`` and ``~user`` at the beginning of paths."""
 
 import os
 
@@ -6,7 +6,7 @@ from components.contracts.errors import ConfigError
 
 
 def expand_home(option: str, path: str) -> str:
-    """Replace a leading ``~`` or ``~user`` of ``path``, the value of ``option``, by the home of that user.
+    """Replace a leading ``~`` or ``~user`` of ``path``, the value of ``option``, by that user's home folder.
 
     Raises:
         ConfigError: if there is no such user.

@@ -1,4 +1,4 @@
-"""Reading of JSON files, which other programs may have written."""
+"""Parsing and validation of JSON, which other programs may have written."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,8 +15,8 @@ def parse_json(text: str) -> Any:
     """Return the value that the JSON ``text`` encodes.
 
     Raises:
-        json.JSONDecodeError: if ``text`` is malformed, is nested too deeply for Python, or holds an integer
-            of thousands of digits or half of a surrogate pair, which no file can hold as UTF-8.
+        json.JSONDecodeError: if ``text`` is malformed, is nested too deeply for Python, has an integer with
+            more digits than Python converts, or has an unpaired surrogate, which UTF-8 cannot encode.
     """
     try:
         value = json.loads(text)
@@ -34,12 +34,12 @@ def parse_json(text: str) -> Any:
 
 
 def as_type(kind: type[T], value: object) -> T:
-    """Return ``value``, parsed from JSON, validated as the type ``kind``.
+    """Validate ``value``, parsed from JSON, and return it as an instance of ``kind``.
 
     Unknown fields of a dataclass are ignored.
 
     Raises:
-        ValueError: naming the field, if one is missing or of another type.
+        ValueError: if a field is missing or has the wrong type. The message names the field.
     """
     from pydantic import TypeAdapter, ValidationError  # slow to import
 
@@ -51,7 +51,12 @@ def as_type(kind: type[T], value: object) -> T:
 
 
 def read_json(path: Path) -> Json:
-    """Return the object in a JSON file, or raise ConfigError with the file and the line of the error."""
+    """Return the JSON object that a file contains.
+
+    Raises:
+        ConfigError: if the file cannot be read, is malformed or contains anything else. The message names the
+            file and, if it is malformed, the line.
+    """
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,7 @@
 """Rank and rendezvous of a process, from the environment variables of torchrun or SLURM.
 
-Only this module reads them. It does not import torch, because the command line uses it at its start.
+No other module reads these variables. This one does not import torch, because the command line imports it at
+startup.
 """
 
 import os
@@ -16,7 +17,7 @@ CORES = "RUNNER_CORES"
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 PORT = range(1, 2**16)
 FIRST_PORT, PORTS = 10_000, 20_000
-"""First port and number of ports, below the ephemeral range of Linux."""
+"""First port and number of ports for the rendezvous of SLURM tasks, below the ephemeral range of Linux."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class RankInfo:
         """Read torchrun's variables from ``environ``. None means the environment of this process.
 
         Raises:
-            ConfigError: if one of them is not a number in its range.
+            ConfigError: if a variable is not a number in its range.
         """
         environ = os.environ if environ is None else environ
         world_size = number(environ, "WORLD_SIZE", cls.world_size, range(1, 10**6))
@@ -60,15 +61,17 @@ class RankInfo:
 
     @classmethod
     def from_slurm(cls, environ: Mapping[str, str]) -> Self | None:
-        """Read the variables of an ``srun`` task. None means that SLURM has not launched it as a rank.
+        """Read SLURM's variables from ``environ``. None means that SLURM has not launched a rank.
 
-        A task is a rank if its step has several tasks. Batch scripts, ``salloc`` shells and single tasks
-        start the ranks themselves, as on any machine. Variables of torchrun take precedence. Ranks meet at
-        the first node of the step, at a port derived from job and step, so that array tasks on one node use
-        different ports. MASTER_ADDR and MASTER_PORT are kept if they are set.
+        A task of ``srun`` is a rank if its step has several tasks and torchrun's RANK is not set. Batch
+        scripts, ``salloc`` shells and single tasks start the ranks themselves, as on any machine. The
+        rendezvous is on the first node of the step, at a port derived from the ids of job and step, so that
+        array tasks on one node use different ports. MASTER_ADDR and MASTER_PORT take precedence if they are
+        set.
 
         Raises:
-            ConfigError: if a variable of a rank is missing or not a number in its range.
+            ConfigError: if a variable of a rank is missing or not a number in its range, or if
+                SLURM_STEP_TASKS_PER_NODE has no entry for this node.
         """
         size = number(environ, "SLURM_STEP_NUM_TASKS", 1, range(1, 10**6))
         if size == 1 or "RANK" in environ:
@@ -117,7 +120,7 @@ class RankInfo:
 
 
 def number(environ: Mapping[str, str], name: str, default: int | None, allowed: range) -> int:
-    """Return the variable ``name``, or ``default`` if it is not set.
+    """Return the environment variable ``name`` as a number, or ``default`` if it is not set.
 
     Raises:
         ConfigError: if it is not a number in ``allowed``, or is not set and has no default.
@@ -151,6 +154,6 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_per_node(counts: str) -> list[int]:
-    """Expand a list of counts: ``4(x2),1`` -> [4, 4, 1]."""
+    """Expand SLURM's list of tasks per node: ``4(x2),1`` -> [4, 4, 1]."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(count) for count, times in found for _ in range(int(times or 1))]

@@ -1,4 +1,4 @@
-"""Descriptions of the torch optimizer classes that ``_target_`` names; other classes need none."""
+"""Use of torch optimizer classes as ``_target_``: the configuration describes them with a ``TorchClass``."""
 
 import inspect
 from typing import Any
@@ -9,12 +9,12 @@ from components.optimizers import describe_class
 
 
 def described(target: Any) -> Any:
-    """Return a function that describes ``target`` from its arguments if it is a torch optimizer class.
+    """Return a function from arguments to a ``TorchClass`` if ``target`` is a torch optimizer class.
 
-    Anything else is returned as it is.
+    If ``target`` is anything else, it is returned unchanged.
 
     Raises:
-        ConfigError: if the class has no learning rate that a scheduler could set.
+        ConfigError: if the class has no argument ``lr``, which the scheduler sets.
     """
     if inspect.isclass(target) and issubclass(target, torch.optim.Optimizer):
         return describe_class(target)

@@ -1,4 +1,4 @@
-"""Reading of YAML files, which other programs may have written."""
+"""Parsing of YAML, which other programs may have written."""
 
 import math
 from typing import Any
@@ -10,11 +10,13 @@ MOST_VALUES = 10**6
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of ``text``.
+    """Return the value that the YAML ``text`` encodes.
+
+    The number of values is limited because aliased values share memory only in the result, not in a copy of
+    it or on a report page.
 
     Raises:
         yaml.YAMLError: if it is malformed, or has more than ``MOST_VALUES`` values with all aliases expanded.
-            Aliased values share memory in the result, but not in a copy of it or on a report page.
     """
     value = yaml.load(text, Loader=LOADER)
     if number_of_values(value, {}) > MOST_VALUES:
@@ -23,9 +25,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def number_of_values(value: object, known: dict[int, float]) -> float:
-    """Return the number of values in ``value``, with shared ones counted each time.
+    """Return the number of values in ``value``, counting a shared value each time that it occurs.
 
-    It is infinite if ``value`` contains itself.
+    The number is infinite if ``value`` contains itself. ``known`` holds the numbers of values that have been
+    counted already, by their ``id``.
     """
     if not isinstance(value, dict | list):
         return 1

@@ -28,7 +28,7 @@ def lora(
     dora: bool,
     quantize: Literal["nf4"] | None,
 ) -> LoRA:
-    """Return the adapter with these settings; with ``path``, those that are None come from its folder.
+    """Return the adapter with these settings; with ``path``, those that are None are read from that folder.
 
     Raises:
         ConfigError: if a setting is missing, out of range or not that of the folder, or the folder cannot be
@@ -65,7 +65,11 @@ def lora(
 
 
 def agreed_setting(asked: Config, stored: Config, path: str) -> Json:
-    """Return ``stored``, or raise ConfigError if a setting in ``asked`` that is not None differs from it."""
+    """Return ``stored``, the settings of the adapter at ``path``.
+
+    Raises:
+        ConfigError: if a setting in ``asked`` that is not None differs from the stored one.
+    """
     for name, value in asked.items():
         same = sorted(value) == sorted(stored[name]) if isinstance(value, tuple) else value == stored[name]
         if value is not None and not same:

@@ -34,7 +34,7 @@ Init = Literal["kaiming", "gaussian", "pissa"]
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 """Suffixes of the names of an adapter's parameters, after the name of the adapted module."""
 INITIAL = "initial"
-"""Part before ``weight`` in the names of the frozen initial A and B of PiSSA."""
+"""Part of the names of PiSSA's frozen initial A and B, before ``weight``."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LoRA:
 
     With ``dora``, the rows of ``W + scaling * B A`` are scaled to learned norms (Liu et al., 2024, equation
     5). With pissa a layer computes ``W x + scaling * (B A - B0 A0) x``, in which A and B begin as the frozen
-    A0 and B0. This equals ``W - scaling * B0 A0`` with an adapter, but ``W`` is not changed.
+    A0 and B0. This equals an adapter of the frozen ``W - scaling * B0 A0``, but leaves ``W`` unchanged.
 
     Parameters are named ``<module>.lora_A.weight`` ``[r, in]``, ``<module>.lora_B.weight`` ``[out, r]`` and
     ``<module>.lora_magnitude_vector`` ``[out]``.
@@ -63,12 +63,13 @@ class LoRA:
     pissa_niter: int | None = None
     """Power iterations of pissa's randomised decomposition. None means the exact decomposition."""
     modules_to_save: tuple[str, ...] = ()
-    """Modules that are trained whole in addition to the adapter, named like ``target_modules``."""
+    """Modules that are trained in full in addition to the adapter, named like ``target_modules``."""
     dora: bool = False
     quantize: Literal["nf4"] | None = None
     """Format of the frozen matrices of linear layers, see ``quantized_weights``. None means ``run.dtype``."""
     path: str | None = None
-    """Folder of an adapter with the initial values; its settings must be those above."""
+    """Folder of an adapter that gives the initial values and has the same settings. None means that the
+    adapter starts from ``init_lora_weights``."""
 
     def __post_init__(self) -> None:
         check_at_least_one("adapter", self, "r")
@@ -97,7 +98,10 @@ class LoRA:
 
     @property
     def exported(self) -> "LoRA":
-        """The adapter in an exported folder: for pissa, an ordinary one of twice the rank, scaled equally."""
+        """The adapter that an export contains.
+
+        For pissa, this is an ordinary adapter of twice the rank with the same ``scaling``.
+        """
         if not self.is_pissa:
             return self
         alpha = self.alpha * (math.sqrt(2) if self.rslora else 2)
@@ -106,8 +110,9 @@ class LoRA:
     def check(self, model: PreTrainedModel) -> None:
         """Raise ConfigError if ``model`` (on any device) cannot be trained with this adapter.
 
-        For example, it lacks the modules, ``r`` exceeds one of their sizes, it has frozen parameters or MTP
-        layers, or the folder at ``path`` holds another adapter.
+        Reasons are, for example, that the model lacks the modules, that ``r`` exceeds one of their sizes,
+        that the model has frozen parameters or MTP layers, or that the folder ``path`` has an adapter of
+        another model.
         """
         if self.quantize is not None:
             self._check_quantized(model)
@@ -140,7 +145,10 @@ class LoRA:
             raise ConfigError(f"adapter.quantize: is not supported with {what}; use adapter.quantize=null.")
 
     def quantized_weights(self, model: PreTrainedModel) -> set[str]:
-        """Return the names of the matrices in 4 bits: of all linear layers except head and ``saved``."""
+        """Return the names of the matrices in 4 bits.
+
+        If ``quantize`` is set, these are the matrices of all linear layers except the head and ``saved``.
+        """
         if self.quantize is None:
             return set()
         saved = self.saved(model)
@@ -155,13 +163,16 @@ class LoRA:
         return linear_targets(model, self.target_modules)
 
     def expert_targets(self, model: PreTrainedModel) -> list[str]:
-        """Return the ``targets`` that belong to experts, of which each token uses only some."""
+        """Return those of ``targets`` that belong to routed experts, of which each token uses only some."""
         return [name for name in self.targets(model) if EXPERT_PARAM.match(name)]
 
     def saved(self, model: PreTrainedModel) -> list[str]:
-        """Return the names of the modules that are trained whole, in the model's order.
+        """Return the names of the modules that are trained in full, in the model's order.
 
         They match ``modules_to_save``, or are a scalar head, as in peft.
+
+        Raises:
+            ConfigError: if ``saved_modules`` raises it.
         """
         head = (SCORE,) if has_scalar_head(model) else ()
         return saved_modules(model, (*self.modules_to_save, *head), self.targets(model))
@@ -199,11 +210,11 @@ class LoRA:
         return {initial_name(name): shape for name, shape in own.items() if name.endswith((A, B))}
 
     def weights(self, model: PreTrainedModel, seed: int, base: WeightSource) -> WeightSource:
-        """Return the initial values by name: read from ``path``, else a function of (``seed``, name).
+        """Return the initial values by name, read from ``path`` or else a function of ``seed`` and the name.
 
         Drawn values are in float32. ``base`` is the source of the weights of ``model``, from which the
         magnitudes of DoRA (row norms), ``modules_to_save`` and pissa's factors are initialised. The returned
-        source caches whole factors, because their parts are read one by one.
+        source caches pissa's factors, because their parts are read one by one.
         """
         shapes = self.shapes(model)
         if self.path is not None:
@@ -240,11 +251,12 @@ class LoRA:
     def finish_export(
         self, model: ModelSpec, export: Path, base: Path, seed: int, dtype: torch.dtype
     ) -> PreTrainedTokenizerBase:
-        """Add the tokenizer to the folder ``export`` and return it.
+        """Write the tokenizer to the exported adapter folder ``export``, and return the tokenizer.
 
         Only one process calls this, after every rank has exported. If the weights of the base model are
-        random or from a checkpoint, they are written to the folder ``base`` in ``dtype``, which
-        adapter_config.json then names; in fp32 if they are quantised, so that the results are the same.
+        random or from a checkpoint, they are written to the folder ``base``, which adapter_config.json then
+        names. They are in ``dtype``, or in fp32 if they are quantised in training, so that quantising them
+        again gives the same values.
         """
         tokenizer = model.load_tokenizer()
         tokenizer.save_pretrained(export)

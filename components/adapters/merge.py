@@ -18,7 +18,7 @@ from components.models.scalar_head import is_classifier
 def merge_adapter(
     adapter: str, output: str, *, base: str | None = None, dtype: torch.dtype = torch.float32
 ) -> Path:
-    """Merge the adapter in the folder ``adapter`` into its base model and write it to the folder ``output``.
+    """Merge the adapter in the folder ``adapter`` into its base model; write the result to ``output``.
 
     The sum is computed in float32, one tensor at a time, and stored in ``dtype``. ``base`` is the folder or
     hub id of the base model. None means the one that adapter_config.json names.
@@ -52,7 +52,7 @@ def merged_weights(
 ) -> WeightSource:
     """Return a source of the ``weights`` of ``model`` merged with the adapter's ``own``, in float32.
 
-    Frozen 4-bit matrices are dequantised, because the adapter was trained with these values.
+    Matrices that were frozen in 4 bits are rounded to their 4-bit values, with which the adapter was trained.
     """
     shapes, coarse = adapter.shapes(model), adapter.quantized_weights(model)
 
@@ -65,7 +65,11 @@ def merged_weights(
 
 
 def base_of(adapter: str, base: str | None) -> ModelSpec:
-    """Return the base model of ``adapter``, with the tokenizer in the adapter's folder if there is one."""
+    """Return the base model of ``adapter``, with the tokenizer in the adapter's folder if there is one.
+
+    Raises:
+        ConfigError: if adapter_config.json cannot be read, or names no base model and ``base`` is None.
+    """
     config = read_json(adapter_file(adapter, CONFIG))
     named = config.get(BASE)
     if base is None and not (named and isinstance(named, str)):
@@ -86,7 +90,7 @@ def added(
     """Return ``weight`` of ``module``, merged with its adapter by the formulas of ``LoRA``.
 
     A merged weight is float32 ``[out, in]``. The weight of a module without an adapter, of any shape, is
-    returned as it is. ``shapes`` and ``own`` give the shapes and the values of the adapter's tensors.
+    returned unchanged. ``shapes`` and ``own`` give the shapes and the values of the adapter's tensors.
     """
     if module + A not in shapes:
         return weight

@@ -1,4 +1,4 @@
-"""Writing an adapter's folder in peft's format."""
+"""Writing an adapter folder in peft's format."""
 
 import shutil
 from collections.abc import Iterable
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
     """Write adapter_config.json, adapter_model.safetensors and the quantisation of the base model, if any.
 
-    Every rank calls this function with the tensors that it writes (our name, whole tensor). Training can
-    continue bitwise from tensors in fp32. Over all ranks each tensor comes once. ``path`` is on a filesystem
-    that all ranks share. The folder is complete when any rank returns. Iterating over ``tensors`` may be
-    collective. With pissa, A and B in the file are ``[A; A0]`` and ``[B, -B0]``, as in peft's conversion.
+    Every rank calls this function with the tensors that it writes: their names in memory, and full
+    (unsharded) tensors. Each tensor is written by one rank only. From tensors in fp32, training continues
+    bitwise. ``path`` is on a filesystem that all ranks share. The folder is complete when the function
+    returns on any rank. Iterating over ``tensors`` may involve collectives. With pissa, A and B in the file
+    are ``[A; A0]`` and ``[B, -B0]``, as in peft's conversion.
     """
     path.mkdir(parents=True, exist_ok=True)
     model = spec.build(spec.config())
@@ -55,7 +56,7 @@ def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, 
 
 
 def with_initial(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Join the initial A and B of pissa, which are subtracted, to the trained ones, by name."""
+    """Return the trained A and B of pissa, joined with the initial ones, whose product is subtracted."""
     joined = {name: tensor for name, tensor in tensors.items() if f".{INITIAL}." not in name}
     for name in joined:
         if name.endswith(A):
@@ -66,7 +67,7 @@ def with_initial(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def base_name(spec: ModelSpec) -> str | None:
-    """Return the folder or hub id of the base model for peft, or None if the weights are not in one."""
+    """Return the folder or hub id of the base model, for peft. None means that its weights are in neither."""
     if not spec.is_pretrained or spec.path is None:
         return None
     folder = Path(spec.path).expanduser()
@@ -74,7 +75,7 @@ def base_name(spec: ModelSpec) -> str | None:
 
 
 def peft_config(adapter: LoRA, model: PreTrainedModel, spec: ModelSpec | None = None) -> "LoraConfig":
-    """Return the peft configuration that adapts the same modules of ``model``.
+    """Return peft's configuration of ``adapter`` for ``model``.
 
     ``spec`` describes the base model of an export. None means a configuration for training.
     """
@@ -101,7 +102,7 @@ def peft_config(adapter: LoRA, model: PreTrainedModel, spec: ModelSpec | None = 
 
 
 def shortest_suffixes(targets: list[str], linears: list[str]) -> list[str]:
-    """Return the last parts of ``targets`` if these match the same modules, else the whole names."""
+    """Return the last parts of the names ``targets`` if they match the same modules, else the full names."""
     words = leaf_names(targets)
     meant = [name for name in linears if any(matches(name, word) for word in words)]
     return words if meant == targets else targets

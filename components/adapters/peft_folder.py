@@ -1,4 +1,4 @@
-"""An adapter's folder in peft's format: adapter_config.json and adapter_model.safetensors."""
+"""An adapter folder in peft's format: adapter_config.json and adapter_model.safetensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 BASE, REVISION = "base_model_name_or_path", "revision"
 """Keys of adapter_config.json that name the base model of the adapter."""
 PREFIX = "base_model.model."
-"""Prefix of every tensor name in the file."""
+"""Prefix of every tensor name in adapter_model.safetensors."""
 
 HARMLESS = {
     "auto_mapping",
@@ -46,13 +46,13 @@ HARMLESS = {
 """Keys of adapter_config.json that are read, or that do not affect further training of the adapter."""
 
 WHOLE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights with which peft leaves the base model unchanged. With pissa, olora or loftq it
-subtracts the initial A and B from the base weights."""
+"""Values of init_lora_weights with which peft leaves the base model unchanged. With pissa, olora or loftq,
+peft subtracts the product of the initial A and B from the base weights."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The types of the keys that are read."""
+    """The keys of adapter_config.json that are read, with their types."""
 
     target_modules: list[str]
     r: int = 8
@@ -70,10 +70,11 @@ def adapter_file(path: str, name: str) -> Path:
 
 
 def read_settings(path: str) -> Json:
-    """Read the settings of the adapter at ``path``: the fields of ``LoRA`` that its weights depend on.
+    """Return the settings of the adapter at ``path``: the fields of ``LoRA`` on which its weights depend.
 
     Raises:
-        ConfigError: if it is not a LoRA, or a variant that the engines do not support.
+        ConfigError: if adapter_config.json is missing or malformed, or if the adapter is not a LoRA or is of
+            a variant that the engines do not support.
     """
     config = read_json(adapter_file(path, CONFIG))
     if config.get("peft_type") != "LORA":
@@ -106,7 +107,7 @@ def read_settings(path: str) -> Json:
 
 
 def as_overrides(path: Path) -> list[str]:
-    """Return the overrides that take the adapter at ``path`` and, if it names one, its base model."""
+    """Return the overrides that select the adapter at ``path`` and, if it names one, its base model."""
     settings = read_json(path / CONFIG)
     model = {"model.path": settings.get(BASE), "model.revision": settings.get(REVISION)}
     kind = "dora" if settings.get("use_dora") else "qlora" if nf4.has_config(path) else "lora"
@@ -115,12 +116,12 @@ def as_overrides(path: Path) -> list[str]:
 
 
 def name_base(export: Path, base: Path) -> None:
-    """Set the folder ``base`` as the base model in the adapter's folder ``export``."""
+    """Name the folder ``base`` as the base model in adapter_config.json of the folder ``export``."""
     amend(export / CONFIG, {BASE: str(base.absolute())})
 
 
 def check_tensors(path: str, shapes: Mapping[str, torch.Size], rename: Rename) -> None:
-    """Raise ConfigError if the folder does not hold exactly the tensors ``shapes`` (by our names)."""
+    """Raise ConfigError if the folder does not hold exactly the tensors ``shapes`` (by names in memory)."""
     with open_file(adapter_file(path, TENSORS), "adapter.path") as file:
         stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     missing = [name for name in shapes if PREFIX + rename(name) not in stored]
@@ -141,7 +142,10 @@ def check_tensors(path: str, shapes: Mapping[str, torch.Size], rename: Rename) -
 
 
 def stored_weights(path: str, rename: Rename) -> WeightSource:
-    """Return a lazy source of the folder's tensors by our names; ``rename`` maps these to names in files."""
+    """Return a source that reads a tensor of the folder on each request, by its name in memory.
+
+    ``rename`` maps names in memory to names in files.
+    """
     path_of_file = adapter_file(path, TENSORS)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:

@@ -13,8 +13,8 @@ def principal_factors(
     """Return A ``[r, in]`` and B ``[out, r]``, in fp32, of the principal part of ``weight`` ``[out, in]``.
 
     ``scaling * B A`` is the matrix of rank r that is nearest to ``weight``, by the formulas of peft's
-    ``pissa_init``. ``niter`` is the number of power iterations of a randomised decomposition, which draws
-    from (``seed``, ``name``). None means the exact one.
+    ``pissa_init``. ``niter`` is the number of power iterations of a randomised decomposition, whose random
+    numbers depend only on ``seed`` and ``name``. None means the exact decomposition.
     """
     weight = weight.float()
     if niter is None:

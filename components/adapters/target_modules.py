@@ -20,15 +20,16 @@ PARTS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT),
     "mlp": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
 }
-"""Names in Llama and models derived from it. Phi-3 fuses some of them; DeepSeek-V3 also has ``LATENT``."""
+"""Names of linear layers in Llama and models derived from it. Phi-3 fuses some of these layers; DeepSeek-V3
+also has ``LATENT``."""
 
 
 def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
     """Return the names of the linear layers to adapt, in the model's order, without the head, as in peft.
 
     Raises:
-        ConfigError: if nothing matches, or a name in ``target`` matches the head or a module that is not
-            linear, or is the whole name of one of ``beside_experts``.
+        ConfigError: if ``target`` or a name in it matches nothing, or a name in it matches the head or a
+            module that is not linear, or is the full name of one of ``beside_experts``.
     """
     linears = linear_names(model)
     if target == "all-linear":
@@ -57,7 +58,7 @@ def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of all linear layers that may be adapted."""
+    """Return the names of all linear layers that may be adapted: not the head, and not ``beside_experts``."""
     head, others = output_head(model), beside_experts(model)
     return [
         name
@@ -69,8 +70,8 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 def beside_experts(model: PreTrainedModel) -> frozenset[str]:
     """Return the linear layers of dense MLPs and shared experts in an MoE model; empty for a dense model.
 
-    They have the same names as those of the routed experts. peft applies targets with such a name only to the
-    routed experts.
+    The last parts of their names are also those of layers in routed experts, and peft applies targets with
+    such a name only to the routed experts.
     """
     if not moe_blocks(model):
         return frozenset()
@@ -86,9 +87,12 @@ def leaf_names(names: Sequence[str]) -> list[str]:
 def named_modules(
     model: PreTrainedModel, wanted: Sequence[str], option: str, others: Sequence[str] = ()
 ) -> list[str]:
-    """Return the modules with a name in ``wanted``, or a suffix of whole parts between dots, as in peft.
+    """Return the names of modules that are in ``wanted`` or end with a dot and a name in it, as in peft.
 
-    ``others`` are values of ``option`` that are not names of modules.
+    ``others`` are values of ``option`` that are not names of modules; error messages suggest them.
+
+    Raises:
+        ConfigError: if a name in ``wanted`` matches no module.
     """
     names = [name for name, _ in model.named_modules() if name]
     for word in wanted:
@@ -118,7 +122,7 @@ def check_linear(model: PreTrainedModel, name: str, linears: Sequence[str]) -> N
 
 
 def saved_modules(model: PreTrainedModel, wanted: Sequence[str], targets: Sequence[str]) -> list[str]:
-    """Return the modules that are trained whole, in the model's order.
+    """Return the names of the modules that are trained in full, in the model's order.
 
     Raises:
         ConfigError: if a name matches nothing, or a module that is tied, adapted, a router or an expert, or
@@ -174,7 +178,10 @@ def check_expert_targets(
 
 
 def adapted_and_not(model: PreTrainedModel, targets: Sequence[str]) -> tuple[str, str] | None:
-    """Return an adapted and an unadapted layer of a group that peft adapts only together, or None."""
+    """Return an adapted and an unadapted layer of a group of layers that peft adapts only together.
+
+    None means that each group is adapted either completely or not at all.
+    """
     wanted = set(targets)
     for leaves in (("gate_proj", "up_proj"), ("down_proj",)):
         names = [n for n in linear_names(model) if EXPERT_PARAM.match(n) and n.endswith(leaves)]

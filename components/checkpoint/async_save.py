@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from components.checkpoint.flat_shard import FlatShard
 
 PATIENCE = timedelta(days=1)
-"""Timeout of a save's collectives, for the slowest disk of a rank. Ranks that died are noticed at once."""
+"""Timeout of the collectives of a save, which wait for the rank with the slowest disk. A rank that died is
+noticed at once, not after this timeout."""
 
 RUNNING, DONE, FAILED = 0.0, -1.0, 1.0
-"""States of a save. The maximum over ranks is FAILED if any failed, else RUNNING until all are DONE."""
+"""States of a save. The maximum over ranks is FAILED if any rank failed, else RUNNING until all are DONE."""
 
 
 class HostCopy:

@@ -49,7 +49,7 @@ def save_tensors(
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = True) -> None:
-    """Read into ``tensors`` in place.
+    """Read the stored values into ``tensors``, in place.
 
     Each rank reads its own slices, whatever layout wrote the checkpoint. The call is collective if there is a
     process group, except with ``together=False``: then ranks may read different tensors.

@@ -33,7 +33,7 @@ class FileRecord:
 
 
 class MeasuredFile(io.BufferedWriter):
-    """A new file that counts and hashes the bytes written to it. Once closed, it is on disk."""
+    """A new file that counts and hashes the bytes written to it, and is on disk after it has been closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"), buffer_size=1 << 20)
@@ -87,7 +87,7 @@ class MeasuredFiles(FileSystem):
 
 
 class MeasuredWriter(FileSystemWriter):
-    """torch's checkpoint writer on ``MeasuredFiles``."""
+    """torch's checkpoint writer, with ``MeasuredFiles`` as its file system."""
 
     def __init__(self, path: Path) -> None:
         # MeasuredFile syncs. No copy-ahead from a GPU: if all tensors are in host memory already, it would
@@ -96,7 +96,11 @@ class MeasuredWriter(FileSystemWriter):
         self.fs: MeasuredFiles = MeasuredFiles()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the data, or raise OSError if the disk fails; torch reports it on all ranks."""
+        """Write the data.
+
+        Raises:
+            OSError: if the disk fails. torch then reports it on all ranks.
+        """
         # Each tensor is a zip archive with its own checksum, which would take as long as ours.
         with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             try:
@@ -112,7 +116,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class AliasPlanner(DefaultSavePlanner):
-    """A planner that hands parts of CPU tensors to the writer without the copies that torch would make.
+    """A planner that passes parts of CPU tensors to the writer without the copies that torch would make.
 
     torch clones a tensor that does not fill its storage. Here each part is a view whose storage is the part.
     """

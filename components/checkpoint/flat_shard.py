@@ -23,7 +23,7 @@ class FlatChunk:
 class FlatShard(Tensor):
     """A one-dimensional tensor that contains the ``chunks`` of a tensor of shape ``whole``.
 
-    ``torch.distributed.checkpoint`` calls its methods to save and to read them.
+    ``torch.distributed.checkpoint`` calls its methods to save the chunks and to read them.
     """
 
     whole: torch.Size
@@ -43,7 +43,7 @@ class FlatShard(Tensor):
         return FlatShard.of(flat, self.whole, self.chunks)
 
     def size(self) -> torch.Size:  # type: ignore[override]
-        """Return the shape of the whole, which the planner compares with the stored one."""
+        """Return the shape of the whole tensor, which the planner compares with the stored shape."""
         return self.whole
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -69,7 +69,7 @@ class FlatShard(Tensor):
 def flat_chunks(
     begin: int, end: int, columns: int, *, origin: Sequence[int], start: int
 ) -> Iterator[FlatChunk]:
-    """Split elements ``begin:end`` of a flattened matrix into the end of a row, whole rows and a row's start.
+    """Yield elements ``begin:end`` of a flattened matrix as the end of a row, full rows and the start of one.
 
     Args:
         origin: Offset of the matrix in the whole tensor. For a vector: one number, and ``columns`` is 1.

@@ -1,4 +1,4 @@
-"""Checkpoint folders: the marker of a complete one, its metadata, and its removal."""
+"""Checkpoint folders: their metadata, the marker of complete ones, and their removal."""
 
 import contextlib
 import json
@@ -14,9 +14,9 @@ from components.contracts.json_types import Json
 from components.json_text import as_type, parse_json
 
 MARKER = "complete"
-"""File that marks a checkpoint as complete. It holds the checksum of the meta.json that it marks, in a line.
+"""Name of the file that marks a checkpoint as complete. It has one line: the checksum (CRC-32) of meta.json.
 
-While meta.json is replaced, it has two lines."""
+While meta.json is being replaced, it has a line for the old and one for the new meta.json."""
 STEPS = "step_" + "[0-9]" * 8
 """Glob pattern of checkpoint folders. Copies that a user made next to them do not match."""
 META = "meta.json"
@@ -45,7 +45,9 @@ def step_of(folder: Path) -> int:
 def create_dir(folder: Path) -> None:
     """Create an empty folder, removing any checkpoint that was there, incomplete or complete.
 
-    Raises FileNotFoundError if the run folder is gone: a new one would lack the run's other files.
+    Raises:
+        FileNotFoundError: if the run folder does not exist any more. It is not created again, because it
+            would lack the run's other files.
     """
     remove(folder)
     folder.parent.mkdir(exist_ok=True)
@@ -55,8 +57,8 @@ def create_dir(folder: Path) -> None:
 def commit(folder: Path, meta: CheckpointMeta) -> None:
     """Write meta.json and, once it is on disk, the marker.
 
-    The files of all ranks must be on disk already. The first rank of every node calls it, so that each local
-    disk, or the shared one, has a marker.
+    The files of all ranks must be on disk already. The first rank of every node calls this function, so that
+    each local disk, or the shared one, has a marker.
     """
     text, mark = encode(meta)
     write_atomic(folder / META, text)
@@ -67,7 +69,7 @@ def commit(folder: Path, meta: CheckpointMeta) -> None:
 def replace_meta(folder: Path, meta: CheckpointMeta) -> None:
     """Write another meta.json into a complete checkpoint, which stays complete if the process is killed.
 
-    The first rank of every node calls it.
+    The first rank of every node calls this function.
     """
     text, mark = encode(meta)
     write_atomic(folder / MARKER, (folder / MARKER).read_bytes() + mark)  # valid with either meta.json
@@ -108,10 +110,11 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the complete checkpoint with the best evaluation, by the newest record of it, or None.
+    """Return the complete checkpoint with the best evaluation. None means that none is recorded.
 
-    A checkpoint may lack results that later ones record, because it is written before an evaluation that a
-    stop put off.
+    Checkpoints record the step of the best evaluation; the newest record that names a complete checkpoint is
+    used. Later checkpoints may have results that a checkpoint lacks, because it is written before an
+    evaluation that a stop postponed.
     """
     complete = complete_checkpoints(checkpoints)
     for folder in reversed(complete):
@@ -125,7 +128,8 @@ def best_checkpoint(checkpoints: Path) -> Path | None:
 def prune(checkpoints: Path, keep_last: int, *, keep_best: bool) -> None:
     """Remove all complete checkpoints except the newest ``keep_last`` (0: keep all).
 
-    Incomplete ones older than the newest complete one are removed too. With ``keep_best`` the best one stays.
+    Incomplete checkpoints that are older than the newest complete one are removed, too. With ``keep_best``,
+    the checkpoint with the best evaluation is kept.
     """
     complete = complete_checkpoints(checkpoints)
     if not complete:

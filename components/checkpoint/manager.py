@@ -1,4 +1,4 @@
-"""Management of checkpoints: when one is complete, how many are kept, and what a failed save leads to."""
+"""Management of checkpoints: when one is complete, how many are kept, and what follows a failed save."""
 
 import logging
 import shutil
@@ -41,10 +41,10 @@ class State(Protocol):
 class CheckpointManager:
     """Writer of the checkpoints ``folder/step_XXXXXXXX``, each of them atomic.
 
-    The newest ``keep_last`` are kept (0: all). All ranks must create it and call every method together.
-    ``folder`` may be on a filesystem that all nodes share, or have the same path on a local disk of each
-    node. In that case every node holds the files of its own ranks and a marker, and a run can resume once the
-    files of all nodes are copied into one folder.
+    The newest ``keep_last`` checkpoints are kept (0: all). All ranks must create the manager and call every
+    method together. ``folder`` may be on a filesystem that all nodes share, or have the same path on a local
+    disk of each node. With local disks, every node holds the files of its own ranks and a marker, and a run
+    can resume after the files of all nodes have been copied into one folder.
     """
 
     folder: Path
@@ -54,13 +54,13 @@ class CheckpointManager:
     first_of_node: bool
     """Whether this is the first rank of its node, which creates, marks and removes folders on its disk."""
     keep_best: bool = False
-    """Whether to keep also the checkpoint of ``state.best_step``."""
+    """Whether the checkpoint of ``state.best_step`` is kept, too."""
     on_error: Literal["stop", "continue"] = "stop"
     in_background: bool = False
     current: Path | None = None
     """The checkpoint that was written last or resumed from. None means that there is none yet."""
     on_saved: Callable[[Path], object] | None = None
-    """Function that is called on every rank with a checkpoint once it is complete on all of them."""
+    """Function that is called on every rank with each new checkpoint, after it is complete on all ranks."""
     background: AsyncSaver = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,8 +84,8 @@ class CheckpointManager:
     def save(self, engine: Engine, state: State, others: Mapping[str, Tensor] = {}) -> None:
         """Save ``engine``, ``state`` and ``others``, unless ``current`` is the checkpoint of this step.
 
-        With ``in_background`` it waits for the previous save and returns once a copy is made. A failure of
-        the new save is then raised by a later call.
+        With ``in_background``, the call waits for the previous save and returns after copying the tensors. A
+        failure of the new save is then raised by a later call.
 
         Raises:
             TrainingError: on every rank, if the disk of some rank failed and ``on_error`` is ``stop``, or if
@@ -141,7 +141,7 @@ class CheckpointManager:
 
     @property
     def last_write_s(self) -> float:
-        """Seconds to allow for the writes of a final save: its own, and that of the save before it."""
+        """Time to allow for the writes of a final save and of the save before it, in seconds."""
         return 2 * self.background.longest_s if self.in_background else 0.0
 
     def _attend(self, work: Callable[[], None], *, stop: bool | None = None) -> None:

@@ -36,7 +36,7 @@ class StoredTensors:
     def read(self, key: str, index: tuple[slice, ...] = ()) -> Tensor:
         """Read the part ``index`` (slices without a step; () is the whole) to the CPU, in its stored dtype.
 
-        Peak memory is the part and the largest stored chunk that overlaps it.
+        The peak memory is that of the part and of the largest stored chunk that overlaps it.
         """
         stored = self._stored[key]
         every = [part.indices(size)[:2] for part, size in zip(index, stored.size, strict=False)]

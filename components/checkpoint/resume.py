@@ -35,9 +35,10 @@ class RunIdentity:
     seed: int
     global_batch_size: int
     trained: str | None = None
-    """Hash of the trained parameters' names and shapes, if only a part or an adapter is trained."""
+    """Hash of the trained parameters' names and shapes. None means that the whole model is trained."""
     base: str | None = None
-    """Hash of the source of the frozen weights, which checkpoints do not contain. None if all are trained."""
+    """Hash of the source of the frozen weights, which checkpoints do not contain. None means that all weights
+    are trained."""
 
 
 REMEDIES = {
@@ -52,10 +53,10 @@ REMEDIES = {
     "global_batch_size": "set run.global_batch_size={theirs}",
     "data": "data: the samples, the tokenizer or an option that shapes batches differ; use those of its run",
 }
-"""Property -> remedy, in the order of the checks. The seed precedes what depends on it."""
+"""Property -> remedy, in the order of the checks. The seed is checked before properties that depend on it."""
 
 FORCED = ("seed", "global_batch_size", "data")
-"""Properties that ``checkpoint.allow_mismatch`` lets change: the step is kept, later batches differ."""
+"""Properties that ``checkpoint.allow_mismatch`` allows to differ: the step is kept, later batches differ."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,10 @@ class Resume:
 
 
 def newest(runs: Path) -> Path | None:
-    """Return the newest checkpoint of the newest run folder that holds a complete one, or None."""
+    """Return the newest complete checkpoint of the newest run folder that has one.
+
+    None means that no run folder has one.
+    """
     for run in sorted((path for path in runs.glob("*") if path.is_dir()), key=run_order, reverse=True):
         if found := complete_checkpoints(run / "checkpoints"):
             return found[-1]
@@ -94,13 +98,13 @@ def newest(runs: Path) -> Path | None:
 
 
 def run_order(run: Path) -> tuple[str, int]:
-    """Return the sort key of a run folder: its stamp, then the number that separates runs of one second."""
+    """Return the sort key of a run folder: its stamp, then its number among runs of one second."""
     stamp, _, number = run.name.partition("__")
     return stamp, int(number) if number.isdigit() else 0
 
 
 def resolve_checkpoint(option: str, path: str) -> Path:
-    """Return the absolute path of a checkpoint: ``path``, or the newest in this run folder or folder of runs.
+    """Return the absolute path of a checkpoint: ``path`` or, in a run folder or folder of runs, the newest.
 
     Raises:
         ConfigError: (naming ``option``) if there is none, or if it is damaged. Checksums are not compared.
@@ -128,8 +132,8 @@ def verify_checkpoint(point: Path, *, checksums: bool, option: str = "checkpoint
     """Return the metadata of the checkpoint ``point`` after checking its files.
 
     Raises:
-        ConfigError: (naming ``option``) if a file differs from what was written; suggests the newest earlier
-            checkpoint that is intact.
+        ConfigError: (naming ``option``) if a file differs from what was written. The message suggests the
+            newest earlier checkpoint that is intact.
     """
     meta, wrong = inspect_checkpoint(point, checksums=checksums)
     if meta is not None and wrong is None:
@@ -144,9 +148,9 @@ def verify_checkpoint(point: Path, *, checksums: bool, option: str = "checkpoint
 
 
 def newest_valid(checkpoints: Path) -> Path | None:
-    """Return the newest complete checkpoint whose files all exist with the written size, or None.
+    """Return the newest complete checkpoint whose files all have the written size. None means there is none.
 
-    Newer, damaged ones lose their marker, so that pruning does not count them as the newest.
+    The markers of newer, damaged checkpoints are removed, so that pruning does not count them as the newest.
     """
     for folder in reversed(complete_checkpoints(checkpoints)):
         if inspect_checkpoint(folder, checksums=False)[1] is None:
@@ -156,7 +160,10 @@ def newest_valid(checkpoints: Path) -> Path | None:
 
 
 def inspect_checkpoint(point: Path, *, checksums: bool) -> tuple[CheckpointMeta | None, str | None]:
-    """Return the content of meta.json, or None if it is damaged, and a description of any damage, or None."""
+    """Return the content of meta.json, and a description of the damage to the checkpoint.
+
+    The content is None if meta.json is damaged; the description is None if nothing is damaged.
+    """
     try:
         meta = read_meta(point)
     except ConfigError:

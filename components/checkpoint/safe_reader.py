@@ -23,7 +23,8 @@ CLASSES: dict[str, set[str]] = {
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "pathlib": {"PosixPath"},
 }
-"""Module -> names that may occur. torch unpickles the data of ``BytesStorageMetadata``, so it is left out."""
+"""Module -> names that may occur in the pickle. ``BytesStorageMetadata`` is left out, because torch unpickles
+the data that it describes."""
 
 
 class MetadataUnpickler(pickle.Unpickler):

@@ -58,7 +58,7 @@ class CheckpointModel:
     def export_adapter(self, target: Path, dtype: torch.dtype, *, writes: bool = True) -> Path:
         """Write the adapter to its own folder ``target``.
 
-        In a process group every rank calls this, and one of them ``writes``.
+        In a process group every rank calls this method, and ``writes`` is True on one rank.
 
         adapter_config.json names the base model in the run's folder if it was exported there. Otherwise a
         base model that is not pretrained is written to ``target/base`` in ``dtype`` (fp32 if quantised).
@@ -102,6 +102,6 @@ class CheckpointModel:
     def _initial(self) -> WeightSource:
         """Return the initial weights of the run.
 
-        Its frozen weights still have these values.
+        The frozen weights of the run still have these values.
         """
         return self._started().weights(self.seed)

@@ -1,4 +1,4 @@
-"""One micro-batch, as data loaders make it and engines and losses read it."""
+"""The micro-batch that data loaders create and that engines and losses read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -34,27 +34,28 @@ class Batch:
     position_ids: Tensor
     """int64, like ``input_ids``; counts from 0 within every sequence, or from the length of its prefix."""
     seqlens: Tensor
-    """int32 ``[S]``: number of real tokens of every sequence, without padding and prefixes."""
+    """int32 ``[S]``: the number of tokens of every sequence, without padding and without its prefix."""
     cu_seqlens: Tensor | None = None
     """int32 ``[S + 1]``, packed only: the start of every sequence, and the end of the last one."""
     max_seqlen: int | None = None
     """Packed only: the maximum over sequences of the span in ``cu_seqlens`` plus the prefix length."""
     prefix_lengths: Tensor | None = None
-    """int32 ``[S]``, packed only: the number of tokens, from the start of the preceding sequence, that a
-    sequence attends to as if it began with them. None means that every sequence attends to itself only."""
+    """int32 ``[S]``, packed only: the number of leading tokens of the preceding sequence that a sequence
+    attends to as its own prefix. None means that every sequence attends only to itself."""
     num_keys: int | None = None
     """With ``prefix_lengths``: the number of attention keys, T plus the sum of ``prefix_lengths``."""
     sequence_keys: Tensor | None = None
-    """int64 ``[S]``: a seed for the noise of each sequence (NEFTune), another one in every train step. It
-    does not depend on ranks, micro-batches or packing."""
+    """int64 ``[S]``: a seed for the noise of each sequence (NEFTune), different in every train step. It does
+    not depend on ranks, micro-batches or packing."""
     pair_index: Tensor | None = None
     """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` for rejected, -1 without a
     pair."""
     margins: Tensor | None = None
-    """float64 ``[S]``, ranked data: by how much a pair's chosen answer should outscore the rejected one."""
+    """float64 ``[S]``, ranked data: the margin by which the score of the chosen answer of a sequence's pair
+    should exceed that of the rejected one."""
     sequence_labels: Tensor | None = None
-    """int64 ``[S]``, unpaired data: DESIRABLE or UNDESIRABLE; KL_COMPLETION for the prompt of a sample
-    with the completion of another one, placed after its sample; -1 without a label."""
+    """int64 ``[S]``, unpaired data: DESIRABLE or UNDESIRABLE; KL_COMPLETION for the sequence after a sample,
+    which has the prompt of that sample and the completion of another one; -1 without a label."""
     ref_logps: Tensor | None = None
     """float32, like ``labels``: the log-probabilities of the reference model, 0 at positions without a
     label."""
@@ -94,7 +95,7 @@ class Batch:
         return replace(self, **moved | read_here)
 
     def pin_memory(self) -> Self:
-        """Return this micro-batch in page-locked memory, with the positions of its labels."""
+        """Return this micro-batch in page-locked memory, with ``label_index`` computed."""
         tensors = self._tensors() | {"label_index": self.labelled()}
         pinned: Fields = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return replace(self, **pinned)
@@ -105,7 +106,8 @@ class Batch:
     def labelled(self) -> Tensor:
         """Return the positions in ``labels.reshape(-1)`` that carry a label: int64 ``[n]``.
 
-        ``to`` computes them on the host, because the host would have to wait if a device computed them.
+        ``to`` computes them on the host: their number decides the size of the result, so the host would have
+        to wait for an accelerator that computed them.
         """
         if self.label_index is not None:
             return self.label_index
@@ -135,7 +137,7 @@ class Batch:
         """Return this micro-batch with the ids and labels of each sequence shifted left by ``steps``.
 
         The last ``steps`` positions of each sequence, and padding, get id 0 and no label. Other fields are
-        unchanged. For tensors in host memory.
+        unchanged. The tensors must be in host memory.
         """
         ids, beyond = self.real_sequence_ids(), min(steps, self.labels.shape[1])
         inside = (F.pad(ids[:, steps:], (0, beyond), value=-1) == ids) & (ids >= 0)

@@ -22,9 +22,10 @@ class WeightSource(Protocol):
     """A function from Hugging Face parameter names to weights."""
 
     def __call__(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        """Return the part ``index`` of the tensor (slices without a step; () is the whole) on CPU.
+        """Return the part ``index`` of the tensor ``name``, on the CPU.
 
-        Its dtype is float32 or the stored one. The caller must not write to it.
+        ``index`` holds slices without a step; () means the whole tensor. The dtype of the result is float32
+        or that of the stored tensor. The caller must not write to the result.
         """
 
 
@@ -33,7 +34,7 @@ class MoESettings(Protocol):
 
     @property
     def bias_update_rate(self) -> float:
-        """Change of a router bias per optimizer step, in the direction that evens the load."""
+        """Amount by which a router bias changes per optimizer step, towards an even load of the experts."""
 
     @property
     def depends_on_microbatches(self) -> bool:
@@ -99,13 +100,16 @@ class ModelConfig(Protocol):
 
     @property
     def meta_model(self) -> Foreign:
-        """The model on the meta device, made once. Callers must not change it. An engine builds its own."""
+        """The model on the meta device, made once.
+
+        Callers must not change this object. An engine builds a model of its own.
+        """
 
     def config(self) -> Foreign:
-        """Return a new transformers configuration for every call."""
+        """Return the transformers configuration, as a new object on every call."""
 
     def weights(self, seed: int) -> WeightSource:
-        """Return the initial weights."""
+        """Return the initial weights; ``seed`` determines those that are random."""
 
     def content_hash(self) -> str:
         """Return a hash of everything that determines the initial weights, except the seed."""
@@ -119,17 +123,17 @@ class ModelConfig(Protocol):
     def load_tokenizer(self) -> Foreign: ...
 
     def with_any_tokenizer(self) -> Self:
-        """Return this model, with a substitute tokenizer if it has none, so that a forecast is possible."""
+        """Return this model, with a substitute tokenizer if it has none, for a forecast."""
 
     def add_tokenizer(self, folder: Path) -> Foreign:
-        """Add the tokenizer to an exported folder, and return the tokenizer."""
+        """Write the tokenizer to the exported model ``folder``, and return the tokenizer."""
 
     def generate(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
         """Return the greedy continuation of ``prompt`` by the model exported to ``folder``."""
 
 
 class AdapterConfig(Protocol):
-    """The ``adapter`` group. None instead of it means that the model itself is trained."""
+    """The ``adapter`` group. None in place of an adapter means that the model itself is trained."""
 
     def __hash__(self) -> int: ...
 
@@ -148,7 +152,7 @@ class AdapterConfig(Protocol):
         """Return a hash that is equal for adapters that compute the same function of the same parameters."""
 
     def finish_export(self, model: Any, export: Path, base: Path, seed: int, dtype: torch.dtype) -> Foreign:
-        """Add the tokenizer to the folder ``export``, and return the tokenizer.
+        """Write the tokenizer to the exported adapter folder ``export``, and return the tokenizer.
 
         If the base model is not pretrained, write it to the folder ``base``.
         """
@@ -167,7 +171,10 @@ class OptimizerConfig(Protocol):
 
     @property
     def kind(self) -> str:
-        """Kind of optimizer, as after ``optimizer=`` on the command line. A resumed run needs the same."""
+        """Kind of optimizer, as after ``optimizer=`` on the command line.
+
+        A resumed run must use the same kind.
+        """
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -226,7 +233,7 @@ class Prepared(Protocol):
         """Return whether ``folder`` lacks log-probabilities of the reference model."""
 
     def prompt(self) -> list[int]:
-        """Return the token ids of a prompt from the data for a sample generation."""
+        """Return the token ids of a prompt from the data, for a sample of generated text."""
 
     def write_bad_records(self, folder: Path) -> None:
         """Write ``folder``/bad_records.jsonl if records were left out because they cannot be read."""
@@ -267,7 +274,7 @@ class DataConfig(Protocol):
         """Tokenize and plan, in the parent process, everything that is not in the cache."""
 
     def restore(self, prepared: Json) -> Prepared:
-        """Return the result of ``prepare`` from its ``to_json``."""
+        """Return the result of ``prepare``, restored from the output of its ``to_json``."""
 
     def open_stream(
         self,
@@ -281,9 +288,9 @@ class DataConfig(Protocol):
         position: Sequence[int],
         main: bool,
     ) -> DataLoader:
-        """Return the loader of a stream, which begins at ``step``.
+        """Return a loader of a stream whose first global batch is that of ``step``.
 
-        Every rank calls this method, only rank 0 with ``main``. ``folder`` is for chunks of the stream
+        Every rank calls this method; ``main`` is True only on rank 0. ``folder`` is for chunks of the stream
         and is the same on every rank. ``position`` is the result of ``DataLoader.advance`` for ``step``, or
         empty at the start of the stream.
         """

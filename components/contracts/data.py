@@ -15,12 +15,12 @@ PAIRS = ("preference", "ranked")
 
 @dataclass(frozen=True)
 class BatchStats:
-    """Statistics of one global batch, known on every rank because they follow from the plan."""
+    """Statistics of one global batch, which every rank computes from the plan without communication."""
 
     num_tokens: int
-    """Non-padding input tokens of the samples."""
+    """Number of non-padding input tokens. Tokens that several sequences share count for each of them."""
     num_computed_tokens: int
-    """Non-padding input tokens, with tokens shared by several sequences counted once."""
+    """Number of non-padding input tokens. Tokens that several sequences share count once."""
     num_samples: int
     num_labels: int
     seqlen_mean: float
@@ -45,7 +45,10 @@ class BatchShard:
 
 
 class DataLoader(Protocol):
-    """Global batches as a function of the step. Resuming a stream also needs what ``advance`` returned."""
+    """A loader of global batches, each determined by its step.
+
+    The loader of a resumed stream also needs the position that ``advance`` returned.
+    """
 
     @property
     def num_steps(self) -> int:
@@ -54,7 +57,7 @@ class DataLoader(Protocol):
     def microbatches(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of global batch ``step``.
 
-        Every rank gets the same number, if necessary with empty ones.
+        Every rank gets the same number of micro-batches, some of which may be empty.
         """
 
     def stats(self, step: int) -> BatchStats: ...
@@ -75,7 +78,8 @@ class DataLoader(Protocol):
     def advance(self, step: int) -> list[int]:
         """Declare that the first ``step`` global batches will not be needed again.
 
-        Returns the position of ``step`` in a stream, which a resumed run needs; for other data an empty list.
+        Returns the position of ``step`` in a stream, from which a resumed run continues, or an empty list if
+        the data is not a stream.
         """
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ Kernels = Literal["auto", "torch", "liger"]
 """The implementation of norms and MLPs: torch, liger-kernel, or the better one for the device."""
 
 Reference = Literal["none", "frozen", "adapter_off"]
-"""How an engine computes reference passes: not at all, with a second, frozen model, or with its own model
+"""The model with which an engine computes reference passes: none, a second, frozen model, or its own model
 while dropout and the adapter (if there is one) are switched off."""
 
 
@@ -32,8 +32,8 @@ class StepResult:
     grad_norm: float
     """L2 norm of the gradients of all parameters together, before clipping."""
     skipped: bool
-    """Whether no rank updated anything, because the loss or a gradient was not finite or the loss too
-    high."""
+    """Whether all ranks skipped the update, because the loss or a gradient was not finite or the loss was
+    above ``max_loss``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_zeros: int | None = None
     """Number of zero entries of the gradient. None means that they were not counted."""
@@ -58,18 +58,19 @@ class Engine(LossEngine, Protocol):
     """Number of shares of a global batch."""
 
     def begin_train_step(self, microbatches: Sequence[Batch] | None = None, loss: Loss | None = None) -> None:
-        """Begin a step. ``microbatches`` are all micro-batches of this rank's share of the global batch.
+        """Begin a train step.
 
-        For each loss term, of ``loss`` or added by the model, the count that divides it (such as tokens) is
-        summed over the data-parallel ranks. Both arguments may be omitted if ``loss`` has one term, the model
-        adds none, and there is no loss scale for fp16; the count is then summed during the step.
+        ``microbatches`` are all micro-batches of this rank's share of the global batch. For each loss term,
+        of ``loss`` or added by the model, the count that divides it (such as tokens) is summed over the
+        data-parallel ranks. Both arguments may be omitted if ``loss`` has one term, the model adds none, and
+        there is no loss scale for fp16; the count is then summed during the step.
         """
 
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
         """Run forward and backward, and accumulate gradients without normalization.
 
-        ``last`` means that these are the last micro-batches of the step, so that gradients may be reduced
-        during the backward pass.
+        ``last`` means that these are the last micro-batches of the step. Gradients may then be reduced during
+        the backward pass.
         """
 
     def finish_train_step(
@@ -82,8 +83,8 @@ class Engine(LossEngine, Protocol):
         """Divide the gradients by the count of the main loss term, clip them, and update the weights.
 
         Every rank skips the update if the loss or a gradient is not finite, or if the loss is above
-        ``max_loss``, which is the same on every rank. ``before_update`` is called once the gradients are
-        divided.
+        ``max_loss``, which is the same on every rank. ``before_update`` is called after the gradients have
+        been divided and before they are clipped.
 
         Raises:
             NonRetryableError: if gradients overflow even with the smallest loss scale.
@@ -96,7 +97,7 @@ class Engine(LossEngine, Protocol):
         """
 
     def abort_train_step(self) -> None:
-        """Discard gradients and sums, so that weights and optimizer are as before ``begin_train_step``.
+        """Discard gradients and sums, leaving weights and optimizer as before ``begin_train_step``.
 
         A second call does nothing.
         """
@@ -109,10 +110,10 @@ class Engine(LossEngine, Protocol):
         """
 
     def keeping_random_streams(self) -> AbstractContextManager[None]:
-        """Restore this rank's random states when the context is left."""
+        """Return a context manager that restores this rank's random states on exit."""
 
     def max_over_ranks(self, value: float) -> float:
-        """Return the largest ``value`` of all ranks, reduced in host memory so that no GPU waits."""
+        """Return the maximum of ``value`` over all ranks, reduced in host memory so that no GPU waits."""
 
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
         """Return the global ``loss`` and metrics over ``batches``: sums divided by counts, as in training."""
@@ -125,13 +126,13 @@ class Engine(LossEngine, Protocol):
         """
 
     def load(self, path: Path) -> None:
-        """Read a checkpoint made of the ``tensors`` of any engine, in any layout."""
+        """Load a checkpoint of the ``tensors`` of any engine in any layout."""
 
     def export(self, path: Path) -> None:
         """Write a Hugging Face model folder (weights and config) in the dtype of the run."""
 
     def barrier(self) -> None:
-        """Wait until every rank has called it."""
+        """Wait until every rank has called this method."""
 
     def describe(self) -> Json:
         """Return the engine, device, world size and the mesh as actually built."""
@@ -147,7 +148,7 @@ class LossScaling:
     initial: float
     """The loss scale of the first step: the factor by which the mean loss is multiplied."""
     growth_interval: int
-    """Number of steps without overflow after which the factor is doubled."""
+    """Number of steps without an overflow after which the loss scale is doubled."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class EngineOptions:
     seed: int = 0
     reference: Reference = "none"
     sync_reference: bool = False
-    """Whether ``mix_reference`` is called in the run, so that checkpoints contain the frozen reference."""
+    """Whether the run calls ``mix_reference``. If it does, checkpoints contain the frozen reference."""
     reference_model: Any = None
     """The model of a ``frozen`` reference. None means the trained model with its initial weights."""
     adapter: Any = None

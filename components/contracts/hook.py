@@ -76,7 +76,10 @@ class Hook:
         """Raise ConfigError if a requirement is missing; called before any rank starts."""
 
     def begin(self, run: HookRun) -> None:
-        """Prepare for the first step, after a checkpoint to resume from has been loaded."""
+        """Prepare for the first step.
+
+        If the run resumes, its checkpoint has been loaded already.
+        """
 
     def before_update(self, run: HookRun) -> None:
         """Observe the gradients of the global batch, before they are clipped and the weights updated.
@@ -93,11 +96,16 @@ class Hook:
         """Observe a complete checkpoint."""
 
     def end(self, run: HookRun, *, completed: bool) -> None:
-        """Conclude the run. If ``completed``, any export is written already; else the run can be resumed."""
+        """Conclude the run.
+
+        If ``completed``, an export, if there is one, has been written already; otherwise the run can be
+        resumed.
+        """
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return this rank's tensors for each checkpoint, under names that do not depend on the layout.
 
-        On resume, saved values are copied into them after ``begin``. A DTensor specifies its shard.
+        On resume, the saved values are copied into these tensors after ``begin``. A DTensor specifies its
+        shard.
         """
         return {}

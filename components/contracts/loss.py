@@ -19,8 +19,8 @@ before the first step, and the data loader attaches the log-probabilities from i
 class TokenStats:
     """Model outputs for a loss: float32 tensors of the shape of ``Batch.labels``.
 
-    All but ``values`` are 0 at positions without a label. In the formulas, ``z`` are the logits over the
-    vocabulary (without padded rows) and ``y`` is the label.
+    All except ``values`` are 0 at positions without a label. In the formulas, ``z`` are the logits over the
+    vocabulary (without those of padded rows) and ``y`` is the label.
     """
 
     logps: Tensor
@@ -56,7 +56,7 @@ class LossEngine(Protocol):
         """
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
-        """Sum float64 ``values`` over data ranks, separately on each pipeline stage and tensor rank."""
+        """Sum float64 ``values`` over data-parallel ranks, separately for each pipeline and tensor rank."""
 
 
 class Loss(Protocol):
@@ -70,15 +70,21 @@ class Loss(Protocol):
     """The source of the reference log-probabilities of a batch. With ``none`` a batch has none."""
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """Return the counts of terms, in the order of ``LossOutput.terms``; they depend only on labels."""
+        """Return the count of each term, in the order of ``LossOutput.terms``.
+
+        Counts depend only on labels.
+        """
 
     def weights(self, batch: Batch) -> Tensor | None:
-        """Return ``w`` like ``labels`` if the loss is exactly ``-(w * logps).sum()``, else None.
+        """Return ``w``, of the shape of ``labels``, if the loss is exactly ``-(w * logps).sum()``, else None.
 
-        Engines use it to form the gradient of the output head in the forward pass.
+        With ``w``, engines compute the gradient of the output head during the forward pass.
         """
 
     def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:
-        """Attach inputs that need another forward pass or another rank; collective over all ranks."""
+        """Return ``microbatches`` with inputs attached that need another forward pass or other ranks.
+
+        This is a collective operation of all ranks.
+        """
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput: ...

@@ -1,4 +1,4 @@
-"""Data, from files to batches. The files of ``conf/data`` name its ``Data`` classes as ``_target_``."""
+"""Data, from files to batches. The files of ``conf/data`` name these ``Data`` classes as ``_target_``."""
 
 from components.data.config import StdlibData
 from components.data.files import FilesData

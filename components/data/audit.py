@@ -14,7 +14,7 @@ from components.data.store.token_store import Bools, FilterResult, TokenSequence
 class SourceAudit:
     """Statistics of the samples of one source that belong to a split.
 
-    ``tokens`` and lengths are those after truncation, without the mismatched answers of unpaired data.
+    ``tokens`` and lengths are counted after truncation, without the mismatched answers of unpaired data.
     """
 
     name: str
@@ -24,21 +24,21 @@ class SourceAudit:
     supervised: int
     """Number of tokens that are targets of the loss."""
     truncated: int
-    """Samples cut to ``data.max_length``."""
+    """Number of samples truncated to ``data.max_length``."""
     dropped: int
-    """Samples left out because they are longer than ``data.max_length``."""
+    """Number of samples left out because they are longer than ``data.max_length``."""
     unsupervised: int
-    """Samples left out because they have no target."""
+    """Number of samples left out because they have no target."""
     identical: int
-    """Pairs left out because both answers are the same."""
+    """Number of pairs left out because both answers are the same."""
     bad: int
-    """Records left out because they cannot be read (``data.on_bad_record=skip``)."""
+    """Number of records left out because they cannot be read (``data.on_bad_record=skip``)."""
     unread: tuple[str, ...]
     """Fields that have values in some records and are not read."""
     long_prompts: int
-    """Samples, kept or left out, whose prompt without the answer is longer than ``data.max_length``."""
+    """Number of samples, kept or left out, whose prompt without the answer exceeds ``data.max_length``."""
     desirable: float | None
-    """Share of desirable samples in unpaired data. None for other data."""
+    """Share of desirable samples in unpaired data. None means other data."""
     stop_token_trained: float | None
     """Share of samples whose last stop token is a target. None means not known, as in an indexed data set."""
     length_p50: int
@@ -57,7 +57,7 @@ class SplitAudit:
     rows: int
     """Number of rows of the first epoch."""
     fill_rate: float | None
-    """Tokens in rows over tokens that fit into them. None for padded rows."""
+    """Ratio of the tokens in the rows to the tokens that fit into them. None means padded rows."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def audit_source(
 
 
 def _share(flags: Bools | None, selected: Bools) -> float | None:
-    """Return the share of true flags, or None if it is not known or nothing is selected."""
+    """Return the share of True among the ``selected`` flags. None means no flags or no selected sample."""
     return None if flags is None or not selected.any() else float(flags[selected].mean())
 
 

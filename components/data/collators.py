@@ -45,7 +45,7 @@ def collate_packed(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> 
 
 
 def collate_padded(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> Batch:
-    """Place one sequence per line, ``[B, T]``, padded on the right to the longest.
+    """Place one sequence per line, ``[B, T]``, padded on the right to the length of the longest one.
 
     A pair takes two lines. An empty row becomes as many lines of padding as a sample has sequences.
 
@@ -76,9 +76,9 @@ def collate_padded(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> 
 
 
 def prefix_lengths(store: TokenSequences, segments: Ints) -> Ints:
-    """Return the length of the prefix that each segment shares with the one before it, int64 ``[n]``.
+    """Return the length of the prefix that each segment shares with the segment before it, int64 ``[n]``.
 
-    It is 0 except for a rejected sequence whose prompt is computed only as part of its chosen sequence.
+    The length is 0 except for a rejected sequence whose prompt is computed only in the chosen sequence.
     """
     if store.sequences_per_sample == 1:
         return np.zeros(len(segments), np.int64)  # a document segment with a later start was cut
@@ -88,7 +88,8 @@ def prefix_lengths(store: TokenSequences, segments: Ints) -> Ints:
 def read_segment(store: TokenSequences, segment: Sequence[int]) -> tuple[Ints, Ints]:
     """Return input ids and labels of one segment, int64 ``[stop - start]`` each.
 
-    The last label is the token after the segment. For a document that is cut, this token is in another row.
+    The last label is ``IGNORE`` if the segment ends its sequence. Otherwise, as for a document that is cut,
+    it is the token after the segment, which is in another row.
     """
     sequence, start, stop = segment
     tokens = store.tokens(sequence, start, stop + 1).astype(np.int64)

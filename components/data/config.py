@@ -1,4 +1,4 @@
-"""The ``data`` group. ``prepare`` runs in the parent process; every rank opens the files it wrote."""
+"""The ``data`` group. ``prepare`` runs in the parent process; every rank opens the files that it wrote."""
 
 import logging
 import math
@@ -73,7 +73,7 @@ class Data(ABC):
         """Return each source with the number of times that an epoch contains its samples."""
 
     def streamed_sources(self) -> Sequence[RecordSource]:
-        """Return the sources of an endless stream. An empty list means that data is read as a whole."""
+        """Return the sources of an endless stream. An empty list means that the data is not a stream."""
         return []
 
     def records_per_chunk(self) -> tuple[float, ...]:
@@ -92,7 +92,7 @@ class Data(ABC):
         return None
 
     def held_out_fraction(self) -> float:
-        """Return the share of the training samples that is kept for evaluation."""
+        """Return the fraction of the training samples that is held out for evaluation."""
         return 0.0
 
     def resolve_packing(self, kind: SampleKind) -> Packing:
@@ -180,13 +180,14 @@ class Data(ABC):
         position: Sequence[int],
         main: bool,
     ) -> StreamLoader:
-        """Return the loader of a stream, which begins at ``step``.
+        """Return a loader of a stream whose first global batch is that of ``step``.
 
-        Every rank calls this method, only rank 0 with ``main``.
+        Every rank calls this method; ``main`` is True only on rank 0.
 
         Args:
-            folder: for chunks of the stream, the same folder on every rank.
-            position: where in the stream ``step`` begins, from ``advance`` of a loader. Empty for its start.
+            folder: the folder for chunks of the stream, the same on every rank.
+            position: the position of ``step`` in the stream, as ``advance`` of a loader returned it. Empty at
+                the start of the stream.
         """
         restored = self.restore(prepared)
         stream, num_steps = restored.stream, restored.num_steps
@@ -270,7 +271,11 @@ class Data(ABC):
     def _train_split(
         self, encoder: Encoder, cache: Path, seed: int, split_of: partial[Split]
     ) -> tuple[Split, Split | None]:
-        """Return the training split and the split held out of it, or None if nothing is held out."""
+        """Return the training split and the split held out of it. None means that nothing is held out.
+
+        Raises:
+            ConfigError: if no sample is left to train on.
+        """
         parts: Sequence[SourceTokens]
         parts = [self._part(source, encoder, cache, repeats) for source, repeats in self.train_sources()]
         kept = np.concatenate([part.outcome.kept for part in parts])
@@ -291,9 +296,12 @@ class Data(ABC):
     def _mixed(
         self, parts: Sequence[SourceTokens], selected: Bools, kind: SampleKind
     ) -> Sequence[SourceTokens]:
-        """Return ``parts`` with the repeats that follow from the shares, if there are any.
+        """Return ``parts`` with the repeats that follow from the shares, or unchanged if there are no shares.
 
         Shares of documents are measured in tokens, as in Megatron, and those of other samples in samples.
+
+        Raises:
+            ConfigError: if a source with a share has no sample left.
         """
         shares = self.shares()
         if shares is None:
@@ -325,7 +333,11 @@ class Data(ABC):
     def _count_steps(
         self, train: Split, global_batch_size: int, max_steps: int | None, epochs: float | None
     ) -> int:
-        """Return the number of steps of the run, with as little planning as possible."""
+        """Return the number of steps of the run, planning no more epochs than necessary.
+
+        Raises:
+            ConfigError: if an epoch that was planned has no step.
+        """
         plans = train.plans
         if max_steps is None and not plans.same_number_of_rows:
             assert epochs is not None
@@ -371,6 +383,9 @@ def _no_step(num_rows: int, epoch: int, global_batch_size: int) -> ConfigError:
 
 
 def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return a padding token. Any token will do: padding is neither attended to nor trained on."""
+    """Return a padding token.
+
+    Any token can serve as padding, which is neither attended to nor trained on.
+    """
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return int(next(token for token in known if token is not None))

@@ -44,7 +44,8 @@ class SourceItems:
     format: str
     items: Iterator[SourceItem]
     options: RecordOptions = field(default_factory=RecordOptions)
-    """How the records become samples, with the format resolved. Not read for items that are samples."""
+    """Options by which records become samples, with the format resolved. They do not apply to items that are
+    samples already."""
     fraction: Callable[[], float | None] = lambda: None
     """Function that returns the share of the source that has been read, 0 to 1. None means not known."""
 
@@ -80,7 +81,7 @@ class RecordSource(ABC):
     max_samples: int | None = None
     """Number of records that are read, from the first one. None means all."""
     streaming: bool = False
-    """Whether the source may be too large to be read as a whole."""
+    """Whether the source is streamed, because it may be too large to be read as a whole."""
     convert: Callable[[Record], Record] | None = None
     """Function that is applied to every record before its fields are read."""
 
@@ -102,7 +103,7 @@ class RecordSource(ABC):
         return [digest([options, self.max_samples, *own]), *self.files(cache)]
 
     def stamps(self) -> list[int]:
-        """Return the modification times of those files whose content ``files`` does not read."""
+        """Return the modification times, in ns, of those files whose content ``files`` does not read."""
         return []
 
     def items(self, kind: SampleKind) -> SourceItems:
@@ -181,7 +182,10 @@ class HubSource(RecordSource):
 
 
 def own_options(function: Callable[..., object]) -> list[str]:
-    """Return the options that the class of a bound method adds to those of this package."""
+    """Return the fields, as JSON, that the dataclass of a bound method adds to those of this package.
+
+    The list is empty if ``function`` is not a bound method of a dataclass.
+    """
     owner: object = getattr(function, "__self__", None)
     kind = type(owner)
     if not is_dataclass(kind):
@@ -194,7 +198,10 @@ def own_options(function: Callable[..., object]) -> list[str]:
 
 
 def _as_json(value: object) -> object:
-    """Return a value that is equal in every process, unlike the text of a set or of an object."""
+    """Return a substitute for ``value``, which JSON cannot encode: the items of a set, else the class name.
+
+    Unlike ``repr``, it is the same in every process.
+    """
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else type(value).__qualname__
 
 
@@ -223,7 +230,7 @@ def _through_first_readable(records: Iterator[Item]) -> Iterator[Item]:
 
 @dataclass(frozen=True)
 class StdlibSource:
-    """The embedded data."""
+    """One split of the embedded data, the Python standard library."""
 
     split: SplitName
     max_samples: int | None = None

@@ -40,7 +40,7 @@ _QUESTIONS = (
 
 @dataclass(frozen=True)
 class _Entry:
-    """One documented definition."""
+    """A function, method or class with its docstring, ``answer``."""
 
     module: str
     name: str
@@ -54,11 +54,12 @@ class _Entry:
 
 
 def stdlib_records(kind: SampleKind, split: SplitName) -> Iterator[tuple[Sample, str]]:
-    """Yield (sample, origin) of one split. Each module is in exactly one of the two splits.
+    """Yield (sample, origin) of one split.
 
-    text: the source of a module. chat: a question about a function, class or method, answered with its
-    docstring. preference: the same question with the right docstring chosen and another one of the module
-    rejected. unpaired: one of these two answers, in about half of the samples the right one.
+    Each module is in exactly one of the two splits. text: the source of a module. chat: a question about a
+    function, class or method, answered with its docstring. preference: the same question with the right
+    docstring chosen and another one of the module rejected. unpaired: one of these two answers, in about half
+    of the samples the right one.
     """
     for path, module in _modules(split):
         if kind == "text":
@@ -147,7 +148,7 @@ def _sample(kind: SampleKind, entry: _Entry, entries: list[_Entry]) -> Sample | 
 
 
 def _preference(entry: _Entry, entries: list[_Entry]) -> PreferenceSample | None:
-    """Return a pair, or None if the module has no other docstring to reject."""
+    """Return a pair. None means that the module has no other docstring that could be the rejected answer."""
     others = [other.answer for other in entries if other.answer != entry.answer]
     if not others:
         return None

@@ -1,4 +1,4 @@
-"""Data of users: files, and data sets of the Hugging Face hub."""
+"""The user's own data: files, and data sets of the Hugging Face hub."""
 
 import re
 import sys
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class RecordsData(Data):
-    """Options shared by all data made of records: files, and data sets of LLaMA-Factory."""
+    """The options that all data made of records has: files, and data sets of LLaMA-Factory."""
 
     eval_fraction: float = 0.0
     format: Literal["auto"] | Format = "auto"
@@ -59,7 +59,7 @@ class RecordsData(Data):
         return record
 
     def converting(self, source: RecordSource) -> RecordSource:
-        """Return ``source`` with ``convert``, if a subclass overrides it."""
+        """Return ``source``, with ``convert`` applied to its records if a subclass overrides that method."""
         is_own = type(self).convert is not RecordsData.convert
         return replace(source, convert=self.convert) if is_own else source
 
@@ -116,7 +116,7 @@ class FilesData(RecordsData):
     """A list of ``{path, repeats or share, format, columns, max_samples}``, or text like ``0.7 A 0.3 B``."""
     stopping_strategy: StoppingStrategy = "first_exhausted"
     eval: str | dict[str, str] | None = None
-    """One path, or the path of each evaluation set by its name."""
+    """One path, or a mapping from the name of each evaluation set to its path."""
     columns: dict[str, str] | None = None
     roles: dict[str, str] | None = None
     split: str | None = None
@@ -155,7 +155,7 @@ class FilesData(RecordsData):
 
     @cached_property
     def _evaluated(self) -> Mapping[str, str]:
-        """The path of each evaluation set."""
+        """The path of each evaluation set by its name, which is empty for a single set."""
         if isinstance(self.eval, dict):
             return self.eval
         path = self.train if self.eval is None and self.eval_split is not None else self.eval

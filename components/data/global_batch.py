@@ -14,7 +14,7 @@ from components.data.store.token_store import TokenSequences
 
 @dataclass(frozen=True)
 class Collation:
-    """How rows become batches."""
+    """A function that collates rows into a ``Batch``, packed or padded."""
 
     packed: bool
     pad_id: int
@@ -30,7 +30,7 @@ class Collation:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Rows ``start`` to ``stop`` of ``plan``."""
+    """Rows ``start`` to ``stop - 1`` of ``plan``."""
 
     tokens: TokenSequences
     plan: Plan
@@ -43,7 +43,7 @@ class GlobalBatch:
         return self.plan.rows(self.start, self.stop)
 
     def shares(self, shard: BatchShard) -> list[list[Ints]]:
-        """Return the rows of each micro-batch of a rank, a row as its segments, int64 ``[n, 3]``.
+        """Return the rows of each micro-batch of a rank, each row as its segments, int64 ``[n, 3]``.
 
         There are ``ceil(rows / (dp_size * micro_batch_size))`` micro-batches on every rank. Micro-batch ``j``
         of data-parallel rank ``r`` takes ``micro_batch_size`` rows, the first of which is row
@@ -61,8 +61,8 @@ class GlobalBatch:
     def stats(self) -> BatchStats:
         """Return the statistics of the global batch.
 
-        ``num_samples`` counts a document that is cut across rows once, at its beginning. Mismatched answers
-        of unpaired data are left out, because they are not trained on.
+        ``num_samples`` counts a document that is cut across rows only in the global batch in which it begins.
+        Mismatched answers of unpaired data are left out, because they are not trained on.
         """
         segments, per_sample = np.asarray(self.segments), self.tokens.sequences_per_sample
         if self.tokens.desirable is not None:

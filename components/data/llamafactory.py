@@ -20,7 +20,7 @@ from components.home import expand_home
 from components.json_text import read_json
 
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
-"""LLaMA-Factory's names of columns, and the names of these fields here."""
+"""LLaMA-Factory's name of a column -> this program's name of the field."""
 _OTHER = ("history", "system", "tools", "images", "videos", "audios", "chosen", "rejected", "kto_tag")
 _DEFAULT_COLUMNS = {**_ALPACA, "messages": "conversations"}
 _TAGS = {
@@ -30,7 +30,7 @@ _TAGS = {
     "function_tag": ("function_call", "function_call"),
     "system_tag": ("system", "system"),
 }
-"""The default name of each role, and its name here."""
+"""LLaMA-Factory's tag for a role -> LLaMA-Factory's default name of the role, and this program's name."""
 _ENTRY_KEYS = (
     *("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "ranking", "subset", "split"),
     *("num_samples", "columns", "tags"),
@@ -44,7 +44,7 @@ class LlamaFactoryData(RecordsData):
     dataset_info: str | None = None
     """The folder of dataset_info.json, or the file."""
     dataset: str | tuple[str, ...] | None = None
-    """Names of training data sets: a list, or a text with commas between the names."""
+    """Names of the training data sets, as a list or separated by commas."""
     eval_dataset: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:

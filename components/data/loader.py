@@ -29,7 +29,7 @@ from components.data.store.token_store import (
 from components.data.stream.chunks import Stream
 
 SHOWN_SAMPLES, SHOWN_TOKENS = 3, 1000
-"""Number of samples in samples.json, and of tokens of each."""
+"""Maximum number of samples in samples.json, and of tokens of each sample."""
 
 
 class TokenDataLoader:
@@ -46,7 +46,10 @@ class TokenDataLoader:
         num_steps: int,
         reference: ReferenceLogps | None = None,
     ) -> None:
-        """Create a loader. ``reference``, if given, has the ``ref_logps`` of the sequences of ``store``."""
+        """Create a loader.
+
+        ``reference`` has the ``ref_logps`` of the sequences of ``store``. None means that batches have none.
+        """
         self._store, self._plans, self._shard, self._collate = store, plans, shard, collate
         self._reference, self.num_steps = reference, num_steps
         self._steps = StepIndex(plans, shard.global_batch_size, drop_last=drop_last)
@@ -62,7 +65,7 @@ class TokenDataLoader:
         return [self._reference.attach(batch, np.concatenate(rows)) for rows, batch in made]
 
     def shares(self, step: int) -> list[list[Ints]]:
-        """Return the rows of each micro-batch of this rank, a row as its segments, int64 ``[n, 3]``."""
+        """Return the rows of each micro-batch of this rank, each row as its segments, int64 ``[n, 3]``."""
         return self.batch(step).shares(self._shard)
 
     def stats(self, step: int) -> BatchStats:
@@ -77,7 +80,7 @@ class TokenDataLoader:
     def close(self) -> None: ...
 
     def missing_reference_logps(self) -> bool:
-        """Return whether the file of the reference lacks a sequence of some step."""
+        """Return whether the file of reference log-probabilities lacks a sequence of any step."""
         assert self._reference is not None
         holds = self._reference.has_all
         return not all(holds(self.segments(step)[:, 0]) for step, _ in self.steps_with_new_samples())
@@ -85,7 +88,7 @@ class TokenDataLoader:
     def steps_with_new_samples(self) -> Iterator[tuple[int, Bools]]:
         """Yield each step that has new samples, with a mask of the sequences seen before it (bool ``[S]``).
 
-        No step follows once every sample has been seen.
+        No more steps follow after every sample has been seen.
         """
         seen, left = np.zeros(len(self._store.lengths), np.bool_), self._plans.num_samples
         *_, epoch_end = self._steps.locate(0)
@@ -118,7 +121,7 @@ class TokenDataLoader:
         return self.batch(step).segments
 
     def batch(self, step: int) -> GlobalBatch:
-        """Return the rows of the step in the plan of its epoch."""
+        """Return the global batch of ``step``: its rows in the plan of its epoch."""
         assert 0 <= step < self.num_steps, (step, self.num_steps)
         epoch, first, _ = self._steps.locate(step)
         plan = self._plans.plan(epoch)
@@ -135,7 +138,8 @@ class StoreFiles:
     indexed: bool = False
     """Whether these are Megatron's .bin and .idx files; ``path`` is then their common prefix."""
     max_length: int | None = None
-    """Tokens to which sequences of an indexed data set are cut. A token store is cut already."""
+    """Number of tokens to which sequences of an indexed data set are truncated. Those of a token store were
+    truncated when it was written."""
     name: str = ""
     """The option that names the source, or ``stdlib``."""
 
@@ -163,7 +167,7 @@ class SplitFiles:
         return tokens, CachedPlans(folder, tokens, self.options, repeats, self.share_prompt)
 
     def reference(self, folder: Path) -> ReferenceLogps:
-        """Return the log-probabilities of these tokens under one reference model, which are in ``folder``."""
+        """Return the log-probabilities of this split under one reference model, which are in ``folder``."""
         assert not any(store.indexed for store in self.stores), "only the name of a token store tells all"
         name = digest([Path(store.path).name for store in self.stores])
         return ReferenceLogps(
@@ -182,7 +186,8 @@ class PreparedData:
     pad_id: int
     global_batch_size: int
     identity: str
-    """Digest of the data and all that shapes global batches, except their size and this program's code."""
+    """Digest of the data and of everything that determines global batches, except their size and this
+    program's code."""
     audit: Audit
     stream: Stream | None = None
     """The stream that is trained on. ``train`` is then its first chunk, for checks and forecasts."""
@@ -204,7 +209,8 @@ class PreparedData:
     def train_loader(self, shard: BatchShard, reference: Path | None = None) -> TokenDataLoader:
         """Return the loader of the training split.
 
-        If given, ``reference`` is the folder of the reference model whose log-probabilities batches carry.
+        ``reference`` is the folder of the reference log-probabilities to attach to batches. None means that
+        batches have no ``ref_logps``.
         """
         return self.loader(self.train, shard, reference)
 
@@ -224,7 +230,7 @@ class PreparedData:
         )
 
     def missing_reference_logps(self, folder: Path) -> bool:
-        """Return whether ``folder``, of one reference model, lacks log-probabilities for this run."""
+        """Return whether ``folder``, that of one reference model, lacks log-probabilities for this run."""
         whole = BatchShard(self.global_batch_size, micro_batch_size=1)
         loaders = (self.loader(split, whole, folder) for split in self.splits)
         return any(loader.missing_reference_logps() for loader in loaders)

@@ -16,10 +16,10 @@ class Shares:
 
     values: Sequence[float]
     stopping_strategy: StoppingStrategy
-    """Whether an epoch ends once the first or the last source is exhausted, as in ``interleave_datasets``."""
+    """Whether an epoch ends when the first or the last source is exhausted, as in ``interleave_datasets``."""
 
     def repeats(self, sizes: Sequence[int]) -> list[float]:
-        """Return how often an epoch contains each source; ``sizes`` are their samples or tokens."""
+        """Return how often an epoch contains each source, given the numbers of their samples or tokens."""
         assert all(sizes), "a source without samples is refused before"
         passes = [share / size for share, size in zip(self.values, sizes, strict=True)]
         read_once = max(passes) if self.stopping_strategy == "first_exhausted" else min(passes)
@@ -28,7 +28,11 @@ class Shares:
 
 
 def parse_blend(option: str, text: str) -> list[Json]:
-    """Return the sources of a line such as ``0.7 A 0.3 B``, as Megatron's ``--data-path`` has it."""
+    """Return the sources of a line such as ``0.7 A 0.3 B``, the format of Megatron's ``--data-path``.
+
+    Raises:
+        ConfigError: if ``text`` is not an alternation of shares and paths.
+    """
     words = text.split()
     try:
         shares = [float(word) for word in words[::2]]

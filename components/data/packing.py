@@ -26,11 +26,11 @@ class Plan:
     segments: Ints
     """int64 ``[N, 3]``: sequence, and the first and past-the-last of its tokens that serve as input.
 
-    If a pair shares its prompt, its rejected sequence begins after the tokens it shares with the chosen one,
-    which is the previous segment.
+    If the prompt of a pair is computed once, the segment of the rejected sequence begins after the shared
+    tokens. The segment before it is the chosen sequence.
     """
     row_offsets: Ints
-    """int64 ``[R + 1]``: index of the first segment of each row, and the number of segments."""
+    """int64 ``[R + 1]``: the index of the first segment of each row, followed by the number of segments."""
 
     @property
     def num_rows(self) -> int:
@@ -41,20 +41,21 @@ class Plan:
         return self.rows(index, index + 1)
 
     def rows(self, start: int, stop: int) -> Ints:
-        """Return the segments of rows ``start`` to ``stop``, int64 ``[n, 3]``."""
+        """Return the segments of rows ``start`` to ``stop - 1``, int64 ``[n, 3]``."""
         return self.segments[self.row_offsets[start] : self.row_offsets[stop]]
 
     def microbatch_lengths(self, micro_batch_size: int, *, packed: bool) -> Ints:
-        """Return the tokens of every micro-batch of consecutive rows, int64 ``[ceil(R / micro_batch_size)]``.
+        """Return the length of each micro-batch of consecutive rows, int64 ``[ceil(R / micro_batch_size)]``.
 
-        With packing, this is the sum over its rows; without packing, the length of its longest segment.
+        With packing, the length is the number of tokens in all rows of the micro-batch; without packing, the
+        number of tokens in its longest segment.
         """
         combine = np.add if packed else np.maximum
         rows = combine.reduceat(self.segments[:, 2] - self.segments[:, 1], self.row_offsets[:-1])
         return combine.reduceat(rows, np.arange(0, len(rows), micro_batch_size))
 
     def save(self, folder: Path) -> None:
-        """Write ``folder`` as a whole or not at all."""
+        """Write the plan to ``folder``, as a whole or not at all."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         save_array(temporary / "segments.npy", self.segments)
@@ -67,7 +68,7 @@ class Plan:
         """Open a plan, memory-mapped.
 
         Raises:
-            DamagedFile: if a file is missing or not as it was written.
+            DamagedFile: if a file is missing or damaged.
         """
         return cls(load_array(folder / "segments.npy"), load_array(folder / "row_offsets.npy"))
 
@@ -105,8 +106,8 @@ def plan_epoch(
             the first of which is ``i * sequences_per_sample``.
         repeats: float64 per sample, how often an epoch contains it. A share f of the samples with the same
             fractional part f is drawn anew every epoch for one more pass. None means once.
-        shared: int64 per pair, only with bfd: the leading tokens of the second sequence that the first one
-            computes for both. None means that no pair shares tokens.
+        shared: int64 per pair, only with bfd: the number of leading tokens of the second sequence that are
+            computed only as part of the first one. None means that no pair shares tokens.
     """
     assert shared is None or (options.packing == "bfd" and sequences_per_sample == 2), (
         "only packed pairs share"
@@ -134,10 +135,10 @@ def plan_epoch(
 
 
 def hold_out(kept: npt.NDArray[np.bool_], fraction: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Choose the records to hold out of training, bool ``[R]``; at least one that is kept if there is any.
+    """Choose the records to hold out of training, bool ``[R]``: at least one, unless no record has a sample.
 
-    They are drawn from all records, so that another ``data.max_length`` moves no record from one split to the
-    other.
+    They are drawn from all records, with or without a sample, so that another ``data.max_length`` moves no
+    record from one split to the other.
 
     Args:
         kept: whether each record gives a sample, bool ``[R]``.
@@ -181,7 +182,7 @@ def _draw(repeats: npt.NDArray[np.float64], rng: np.random.RandomState) -> Ints:
 
 
 def _pack(sizes: Ints, capacity: int, rng: np.random.RandomState | None) -> tuple[Ints, Ints]:
-    """Return the positions row after row, and the offset of each row among them (with the end)."""
+    """Return the indices in ``sizes``, row after row, and the row offsets as in ``Plan.row_offsets``."""
     rows: list[list[int]] = []
     for start in range(0, len(sizes), WINDOW):
         packed = best_fit_decreasing(sizes[start : start + WINDOW], capacity)
@@ -194,7 +195,8 @@ def _pack(sizes: Ints, capacity: int, rng: np.random.RandomState | None) -> tupl
 def best_fit_decreasing(sizes: Ints, capacity: int) -> list[list[int]]:
     """Return the items of each bin in ascending order, with bins ordered by their first item.
 
-    From the longest on, each item goes into the fullest bin that still has room for it, else into a new one.
+    The items are placed from the largest to the smallest, each into the fullest bin that still has room for
+    it, or into a new bin.
     """
     bins: list[list[int]] = []
     # Sorted values of room * len(sizes) + bin: one number, because comparing tuples takes twice as long.
@@ -216,7 +218,7 @@ def best_fit_decreasing(sizes: Ints, capacity: int) -> list[list[int]]:
 
 
 def _cut(lengths: Ints, order: Ints, max_length: int) -> Plan:
-    """Place the documents of ``order`` end to end; a segment ends with its document or its row."""
+    """Return a plan with the documents of ``order`` end to end; a segment ends with its document or row."""
     ends = np.cumsum(lengths[order])
     assert len(order) == 0 or lengths[order].min() > 0
     total = int(ends[-1]) if len(ends) else 0

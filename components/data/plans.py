@@ -21,21 +21,21 @@ from components.data.store.token_store import Ints, TokenSequences
 log = logging.getLogger(__name__)
 
 REPEATS = "repeats.npy"
-"""Name of the file, in the folder of the plans, with how often an epoch contains each sample."""
+"""Name of the file, in the folder of the plans, that holds ``CachedPlans.repeats``."""
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPlans:
-    """The plans of as many epochs as a run needs.
+    """The plans of the epochs of a split, each made when it is first needed and then kept in ``folder``.
 
-    The fields other than ``folder`` determine each plan, so every process makes the same one.
+    The other fields determine the plan of an epoch, so that it is the same in every process.
     """
 
     folder: Path
     tokens: TokenSequences
     options: PlanOptions
     repeats: npt.NDArray[np.float64]
-    """Per sample: how often an epoch contains it."""
+    """float64, per sample: how often an epoch contains it."""
     share_prompt: bool
 
     @cached_property
@@ -56,7 +56,7 @@ class CachedPlans:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples that some epoch contains."""
+        """Number of samples that occur in any epoch."""
         return int(np.count_nonzero(self.repeats))
 
     def rows(self, epoch: int) -> int:
@@ -151,7 +151,10 @@ class StepIndex:
         self._firsts, self._lock = [0], Lock()  # batches are read ahead in a thread
 
     def locate(self, step: int) -> tuple[int, int, int]:
-        """Return the epoch of ``step``, and its first and past-the-last step. An epoch may have no step."""
+        """Return the epoch of ``step``, the first step of that epoch, and the step after its last one.
+
+        An epoch may have no step.
+        """
         if self._plans.same_number_of_rows:
             steps = self._steps(0)
             epoch = step // steps
@@ -167,5 +170,8 @@ class StepIndex:
 
 
 def count_steps(num_rows: int, global_batch_size: int, *, drop_last: bool) -> int:
-    """Return the number of global batches of one epoch. The last may be smaller, unless it is dropped."""
+    """Return the number of global batches of one epoch.
+
+    The last one may be smaller than the others, unless it is dropped.
+    """
     return (num_rows if drop_last else num_rows + global_batch_size - 1) // global_batch_size

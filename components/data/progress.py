@@ -20,9 +20,10 @@ EVERY_S = 10.0
 def show_progress(
     label: str, unit: str, fraction: Callable[[], float | None] = lambda: None
 ) -> Iterator[Callable[[int], None]]:
-    """Show progress. Call the yielded function with the number of units just done.
+    """Show progress while the context is open.
 
-    ``fraction`` returns the share of the whole work that is done. None means not known.
+    The context yields a function to call with the number of units just done. ``fraction`` returns the share
+    of the whole work that is done. None means not known.
     """
     console = Console(stderr=True)
     terminal = console.is_terminal and sys.stdout.isatty()
@@ -40,7 +41,7 @@ def show_progress(
 
 
 class ProgressLines:
-    """Logs a line every ``EVERY_S`` seconds, with the speed and the time left."""
+    """A log of progress: a line every ``EVERY_S`` seconds, with the speed and the time left."""
 
     def __init__(self, label: str, unit: str, fraction: Callable[[], float | None]) -> None:
         self._label, self._unit, self._fraction = label, unit, fraction

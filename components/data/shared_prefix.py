@@ -6,10 +6,11 @@ from components.data.store.token_store import Ints, TokenSequences
 
 
 def shared_lengths(store: TokenSequences) -> Ints:
-    """Return how many leading tokens of each pair only the chosen sequence computes, int64 per pair.
+    """Return the number of prompt tokens of each pair that are computed only in the chosen sequence, int64.
 
-    These are the tokens that both sequences begin with and that are targets in neither, except the last one:
-    it predicts the first token of the answer, so both sequences compute it. 0 if no other token is shared.
+    These are the leading tokens that are the same in both sequences and targets in neither, except the last
+    of them: it is computed in both, because it predicts the first token of the answer. The number is 0 if no
+    other token is shared.
     """
     assert store.sequences_per_sample == 2, "prompts are shared within pairs"
     return np.array([_shared(store, pair) for pair in range(len(store.lengths) // 2)], np.int64)

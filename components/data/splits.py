@@ -67,7 +67,7 @@ def indexed_source(
 
 
 def held_out(parts: Sequence[SourceTokens], fraction: float, seed: int) -> Bools:
-    """Return whether each sample of all ``parts`` is held out of training."""
+    """Return whether each sample of all ``parts`` is held out of training, bool per sample."""
     outcomes = [part.outcome for part in parts]
     if not fraction:
         return np.zeros(sum(len(outcome.kept) for outcome in outcomes), np.bool_)
@@ -79,7 +79,7 @@ def held_out(parts: Sequence[SourceTokens], fraction: float, seed: int) -> Bools
 
 
 def records_of(outcome: FilterResult) -> Ints:
-    """Return the index of the record of each sample."""
+    """Return the index of each sample's record in its source, int64 per sample."""
     return np.arange(outcome.num_records) if outcome.records is None else outcome.records
 
 
@@ -92,10 +92,10 @@ class Split:
     max_length: int
     seed: int
     share_prompt: bool
-    """Whether only the chosen sequence of a pair computes the prompt."""
+    """Whether the prompt of a pair is computed only in the chosen sequence."""
     parts: Sequence[SourceTokens]
     selected: Bools = field(repr=False)
-    """Per sample of all parts: whether the split contains it."""
+    """bool, per sample of all parts: whether the split contains it."""
     shuffle: bool | None = None
     """Whether samples are shuffled. None means evaluation: every sample once and in order."""
 

@@ -36,15 +36,18 @@ class RunResult:
 
 
 class Logger(Protocol):
-    """A logger, on the main rank only. An exception in it disables this logger, and the run continues."""
+    """A logger, which only the main rank opens. After an exception in it, the run continues without it."""
 
     def log(self, row: Row) -> None: ...
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, str]], step: int) -> None:
-        """Show texts, such as completions, one column for each key."""
+        """Log a table of texts, such as completions, with one column for each key."""
 
     def finish(self, ending: RunResult) -> None:
-        """Flush all rows to disk (or the server) before returning; called once, however the run ends."""
+        """Flush all rows to disk or to the server before returning.
+
+        This method is called once, however the run ends.
+        """
 
 
 class LoggerSpec(Protocol):
@@ -54,7 +57,7 @@ class LoggerSpec(Protocol):
         """Raise ConfigError if a requirement is missing; called before any rank starts."""
 
     def open(self, start: RunInfo) -> Logger | None:
-        """Return the logger, or None if it takes no rows."""
+        """Return the logger. None means that it takes no rows."""
 
 
 def require(package: str) -> None:

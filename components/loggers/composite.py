@@ -1,4 +1,4 @@
-"""Passing every row to every logger."""
+"""The logger that passes every row to each of several loggers."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 class CompositeLogger:
-    """The loggers of a run, by name. One that fails is reported once and then dropped; the run continues."""
+    """The loggers of a run, by name. A logger that fails is reported and removed, and the run continues."""
 
     def __init__(self, specs: Mapping[str, LoggerSpec], start: RunInfo) -> None:
         self._open: dict[str, Logger] = {}

@@ -18,7 +18,7 @@ from components.loggers.base import RunInfo
 
 @dataclass(frozen=True)
 class Console:
-    """Shows the lines of train.log and a progress bar on the terminal. It takes no rows of metrics."""
+    """The lines of train.log and a progress bar on the terminal. It takes no rows of metrics."""
 
     progress: bool = True
 
@@ -26,11 +26,11 @@ class Console:
         """Do nothing: there are no requirements."""
 
     def open(self, start: RunInfo) -> None:
-        """Return None, because it takes no rows."""
+        """Return None, because the terminal takes no rows of metrics."""
 
 
 class Terminal(rich.console.Console):
-    """Standard error. Without a ``Console`` it is ``quiet``: only warnings are shown."""
+    """The terminal, as standard error. Without a ``Console`` it is ``quiet``: only warnings are shown."""
 
     def __init__(self, shown: Console | None) -> None:
         super().__init__(stderr=True, quiet=shown is None)

@@ -10,7 +10,7 @@ from components.loggers.base import Row, RunInfo, RunResult
 
 
 class JsonlLogger:
-    """Writes one JSON object per line and flushes it. Numbers that are not finite become null."""
+    """A writer of one JSON object per line, flushed at once. Numbers that are not finite become null."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,9 +10,10 @@ from components.loggers.base import Row, RunInfo, RunResult, require
 
 
 class TensorboardLogger:
-    """Writes scalars, the config as text, and at the end the hyperparameters with last values ``final/...``.
+    """A writer of scalars, of the config as text and, at the end, of the hyperparameters with last values.
 
-    If a run is resumed, its purge step makes TensorBoard drop what was logged after the checkpoint.
+    The last values are under ``final/...``. When a run is resumed, the purge step makes TensorBoard drop what
+    was logged after the checkpoint.
     """
 
     def __init__(self, start: RunInfo, flush_secs: int) -> None:
@@ -36,7 +37,10 @@ class TensorboardLogger:
         self._writer.add_text(name, "\n\n---\n\n".join(shown), step)
 
     def finish(self, ending: RunResult) -> None:
-        """Write the hyperparameters if the run is done; TensorBoard shows any run with them as successful."""
+        """Write the hyperparameters if the run is completed.
+
+        TensorBoard shows any run with hyperparameters as successful.
+        """
         if ending.status == "completed":
             final = {f"final/{key}": value for key, value in ending.summary.items() if key != "step"}
             step = ending.summary.get("step")

@@ -16,7 +16,7 @@ EXIT_CODES = {"completed": 0, "interrupted": 1, "failed": 1}
 
 
 class WandbLogger:
-    """One run of Weights & Biases. A resumed run continues the same one."""
+    """One run of Weights & Biases. A run that resumes continues its run of Weights & Biases."""
 
     def __init__(self, start: RunInfo, settings: Config) -> None:
         import wandb  # slow to import

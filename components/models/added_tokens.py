@@ -26,8 +26,8 @@ def with_added_rows(
 ) -> WeightSource:
     """Return ``weights``, which have the shapes ``stored``, with rows added to reach the shapes ``wanted``.
 
-    A new row is the mean of the stored rows, in their dtype. It changes the model's distribution over the
-    other tokens least (Hewitt, 2021, "Initializing New Word Embeddings for Pretrained Language Models").
+    A new row is the mean of the stored rows, in their dtype. Such a row changes the model's distribution over
+    the other tokens least (Hewitt, 2021, "Initializing New Word Embeddings for Pretrained Language Models").
     """
     grown = {name: shape[0] for name, shape in wanted.items() if shape != stored[name]}
 

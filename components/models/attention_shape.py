@@ -1,4 +1,4 @@
-"""Number and widths of attention heads, whose configuration fields differ between model families."""
+"""Number and sizes of attention heads, from configuration fields that differ between model families."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ class AttentionShape:
     shared: int
     """Number of key-value heads (GQA)."""
     key: int
-    """Channels of a query and of a key, per head."""
+    """Number of channels of a query and of a key, per head."""
     value: int
-    """Channels of a value and of the attention output, per head."""
+    """Number of channels of a value and of the attention output, per head."""
     latent: int = 0
     """Sum of the ranks of the query and key-value latents (MLA). 0 means projections of the hidden state."""
 

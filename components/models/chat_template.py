@@ -18,13 +18,13 @@ TEMPLATE_TOKENS: Mapping[str, tuple[str, ...]] = {
 
 
 def with_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> PreTrainedTokenizerBase:
-    """Give the tokenizer a chat template: one of ``FOLDER`` by its name, or a file of Jinja.
+    """Set the tokenizer's chat template to one of ``FOLDER``, given by its name, or to a Jinja file.
 
-    The token with which one of ``FOLDER`` ends a turn becomes the end-of-sequence token, so that generation
-    with the export ends there.
+    The token with which a template of ``FOLDER`` ends a turn becomes the end-of-sequence token, so that
+    generation with the exported model stops there.
 
     Raises:
-        ConfigError: if there is no such file, or the tokenizer lacks a token that the template writes.
+        ConfigError: if the file cannot be read, or the tokenizer lacks a token that the template writes.
     """
     known = given in TEMPLATE_TOKENS
     path = FOLDER / f"{given}.jinja" if known else Path(expand_home("model.chat_template", given))

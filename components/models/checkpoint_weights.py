@@ -37,8 +37,8 @@ def checkpoint_weights(
 ) -> WeightSource:
     """Return a source of the tensors ``shapes`` from the checkpoint ``folder``.
 
-    Their keys begin with ``kind``, under which the checkpoint may hold no other tensors. If the optimizer
-    has other weights for evaluations, such as an average, ``model`` means these. If the model
+    Their keys have the prefix ``kind``, with which the checkpoint may have no other tensors. If the optimizer
+    has other weights for evaluations, such as an average, ``model`` means these weights. If the model
     ``without_further`` is given, layers for multi-token prediction that it lacks are ignored.
 
     Raises:

@@ -39,7 +39,7 @@ def check_heads(config: PreTrainedConfig) -> None:
 
 
 def check_latents(config: PreTrainedConfig) -> None:
-    """Raise ConfigError if a model with latent attention (MLA) has fewer key-value heads than heads."""
+    """Raise ConfigError if the numbers of heads and of key-value heads differ in latent attention (MLA)."""
     if getattr(config, "kv_lora_rank", None) is None:
         return
     heads, shared = config.num_attention_heads, config.num_key_value_heads

@@ -48,22 +48,22 @@ class ModelSpec:
     path: str | None = None
     """A folder, or an id of the Hugging Face hub."""
     architecture: Json | None = None
-    """``model_type`` and fields of its transformers configuration."""
+    """``model_type`` and fields of the transformers configuration of that type."""
     init: Literal["random", "pretrained"] = "random"
     revision: str | None = None
     """Branch, tag or commit of ``path`` on the hub. It does not apply to ``tokenizer``."""
     trust_remote_code: bool = False
     tokenizer: str | None = None
-    """A folder or hub id. None means that of ``path`` if the shape comes from it, else the embedded one."""
+    """A folder or hub id. None means ``path`` if the shape comes from there, else the embedded tokenizer."""
     chat_template: str | None = None
-    """A Jinja file, or the name of a built-in template. None means that of the tokenizer."""
+    """A Jinja file, or the name of a built-in template. None means the tokenizer's own template."""
     add_tokens: bool | tuple[str, ...] = False
     """Special tokens for the tokenizer, with rows in the embedding and the head: those in the list, or with
     True those that ``chat_template`` writes."""
     freeze: tuple[str, ...] = ()
     """Shell patterns of the names of parameters that are not trained."""
     train_only: tuple[str, ...] = ()
-    """Instead of ``freeze``: shell patterns of the names of the only parameters that are trained."""
+    """Shell patterns of the names of the only parameters that are trained; an alternative to ``freeze``."""
     neftune_alpha: float = 0.0
     """Strength of the noise on the embeddings of train steps (NEFTune)."""
     moe: MoELossConfig = field(default_factory=MoELossConfig)
@@ -117,7 +117,7 @@ class ModelSpec:
         return bool(self.moe.coefficients or self.mtp.loss_names)
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """Return the counts over which the added loss terms are means, in one micro-batch."""
+        """Return, for each loss term that the model adds, the number of items over which it is a mean."""
         return self.moe.counts(batch) | self.mtp.counts(batch)
 
     @property
@@ -130,7 +130,11 @@ class ModelSpec:
         return f"model.path={self.path}: config.json: " if self._reads_path else "model.architecture."
 
     def folder(self, *, weights: bool = False) -> Path:
-        """Return the local folder with the files of ``path``, downloading them if needed."""
+        """Return the local folder with the files of ``path``, downloading them if needed.
+
+        Raises:
+            ConfigError: if ``path`` is neither a folder nor a model that the hub can give.
+        """
         assert self.path is not None
         return model_folder("model.path", self.path, self.revision, weights=weights)
 
@@ -167,7 +171,10 @@ class ModelSpec:
 
     @functools.cached_property
     def meta_model(self) -> PreTrainedModel:
-        """The model of ``build(config())``, built once. Callers must not change it."""
+        """The model of ``build(config())``, built once.
+
+        Callers must not change this object.
+        """
         return self.build(self.config())
 
     def __getstate__(self) -> Json:
@@ -232,7 +239,8 @@ class ModelSpec:
     def content_hash(self) -> str:
         """Return a hash of everything besides the seed that determines the initial weights.
 
-        This is the checkpoint, the weight files of ``path``, or for random weights the configuration.
+        The hash is that of the checkpoint, of the weight files of ``path`` or, for random weights, of the
+        configuration.
         """
         if self.initial_checkpoint is not None:
             return checkpoint_content(self.initial_checkpoint)
@@ -271,7 +279,12 @@ class ModelSpec:
         return with_added_rows(weights, named_shapes(stored), named_shapes(model))
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer of this model, or raise ConfigError if it is missing or unreadable."""
+        """Return the tokenizer of this model, with ``add_tokens`` and ``chat_template`` applied.
+
+        Raises:
+            ConfigError: if the tokenizer or the chat template is missing or unreadable, or if the tokenizer
+                lacks a token of the template.
+        """
         option, folder = self._tokenizer_folder()
         for path in folder.glob("*token*.json"):
             read_json(path)
@@ -306,7 +319,7 @@ class ModelSpec:
         return "model.tokenizer", Path(EMBEDDED_TOKENIZER)
 
     def add_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
-        """Add the tokenizer to an exported folder and return it."""
+        """Write the tokenizer to the exported model ``folder``, and return the tokenizer."""
         tokenizer = self.load_tokenizer()
         add_tokenizer(folder, tokenizer)
         return tokenizer

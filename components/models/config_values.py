@@ -1,4 +1,4 @@
-"""Find the value of a model's configuration with which no model can be built or trained."""
+"""Find values in a model's configuration with which the model cannot be built or trained."""
 
 import copy
 import re
@@ -37,7 +37,7 @@ def check_values(config: PreTrainedConfig, prefix: str) -> None:
 
 
 def wrong_field(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], object]) -> str | None:
-    """Return the first field whose default value makes ``build`` succeed, or None if there is none."""
+    """Return the first field whose default value makes ``build`` succeed. None means that there is none."""
     for name in config.to_diff_dict():
         other = copy.deepcopy(config)
         with suppress(*UNBUILDABLE):

@@ -2,8 +2,8 @@
 
 transformers stacks the experts of a layer in two tensors (``experts.gate_up_proj`` ``[E, 2I, H]`` and
 ``experts.down_proj`` ``[E, H, I]``), but its files, other programs and adapters store each expert separately.
-The models that we build do so too, so initial weights, checkpoints, exports and adapters need no special case
-for experts. An engine with grouped matrix products stacks them itself.
+The models that this program builds have separate experts, too, so initial weights, checkpoints, exports and
+adapters need no special case for experts. An engine with grouped matrix products stacks the experts itself.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Adding a tokenizer to an exported folder, and generating text with it."""
+"""Adding a tokenizer to an exported model folder, and generating text with models."""
 
 import json
 import warnings
@@ -20,7 +20,7 @@ from components.models import nf4
 
 @dataclass(frozen=True)
 class StopTokens:
-    """The field of generation_config.json that is read here; the others are passed on."""
+    """The only field of generation_config.json that this program reads; other fields are kept as they are."""
 
     eos_token_id: int | list[int] | None = None
 
@@ -43,7 +43,8 @@ def read_generation_config(folder: Path) -> Json:
 def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save ``tokenizer`` next to the weights and set the bos, eos and pad ids in the configurations.
 
-    An existing generation config keeps its values, including other stop tokens; the tokenizer's eos is added.
+    An existing generation config keeps its values, including its stop tokens, to which the tokenizer's
+    end-of-sequence token is added.
     """
     tokenizer.save_pretrained(folder)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
@@ -111,10 +112,10 @@ def stop_ids(model: PreTrainedModel) -> set[int]:
 
 
 def use_plain_decoding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make ``generate`` read only its arguments, and stop at the stop tokens of model and tokenizer.
+    """Replace the generation config of ``model``, except its bos and pad ids, by only the stop tokens.
 
-    The model's own config may have a repetition penalty, and that of an adapter's base model lacks the token
-    that the adapter was trained to stop at.
+    Stop tokens are those of the model and of the tokenizer. The model's own config may have a repetition
+    penalty, and that of an adapter's base model lacks the stop token with which the adapter was trained.
     """
     own = model.generation_config
     stops = stop_ids(model) | ({tokenizer.eos_token_id} - {None})
@@ -126,7 +127,7 @@ def use_plain_decoding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 
 
 def load_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the model in ``folder``, or if it holds an adapter, that adapter on the base model it names."""
+    """Return the model in ``folder``; for an adapter folder, this is its base model with the adapter."""
     if not (folder / ADAPTER_CONFIG_NAME).is_file():
         return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with warnings.catch_warnings():
@@ -135,7 +136,10 @@ def load_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
-    """Load with peft, because transformers' own loading of adapters (5.23) ignores the magnitudes of DoRA."""
+    """Load the adapter in ``folder`` and its base model with peft.
+
+    transformers' own loading of adapters (5.23) ignores the magnitudes of DoRA.
+    """
     from peft import PeftModel  # slow to import
 
     named = read_json(folder / ADAPTER_CONFIG_NAME)

@@ -33,11 +33,11 @@ UNDECLARED = {"qwen3_moe": {"head_dim"}}
 
 
 def make_config(architecture: Config) -> PreTrainedConfig:
-    """Return the configuration of ``model.architecture``: ``model_type`` and fields of transformers.
+    """Return the transformers configuration that ``model.architecture`` describes: ``model_type`` and fields.
 
     Raises:
-        ConfigError: if model_type or a key is unknown (with the nearest match), or transformers rejects a
-            value.
+        ConfigError: if model_type is missing, if it or a key is unknown (with the nearest match), if a key
+            would have no effect, or if transformers rejects a value.
     """
     fields = dict(architecture)
     model_type = fields.pop("model_type", None)
@@ -71,8 +71,8 @@ def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig
     """Return the configuration in ``folder``.
 
     Raises:
-        ConfigError: if config.json is missing or malformed, model_type is unknown, or the folder's model code
-            is not trusted.
+        ConfigError: if config.json is missing or malformed, model_type is unknown, the folder's model code is
+            not trusted, or transformers rejects the configuration.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -96,7 +96,7 @@ def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig
 
 
 def check_same(architecture: Config, config: PreTrainedConfig, path: str) -> None:
-    """Raise ConfigError if ``config`` differs from ``architecture``, whose overrides would be ignored."""
+    """Raise ConfigError if ``architecture``, which would be ignored, differs from ``config``."""
     made = make_config(architecture)
     if made.model_type != config.model_type:
         raise ConfigError(

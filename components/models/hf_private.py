@@ -1,7 +1,8 @@
-"""The private API of transformers and peft that this program uses: every such name is in this file.
+"""All uses of the private API of transformers and peft in this program.
 
-A release may move any of these; ``tests/unit/test_private_api.py`` then fails and names it. The file also has
-the one private name of torch that models need. The others are in the engines, which models must not import.
+A release may move any of the private names; ``tests/unit/test_private_api.py`` then fails and names it. This
+file also has the one private name of torch that models need. Other private names of torch are in the engines,
+which models must not import.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +35,7 @@ def initialized(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
-    """Return whether an engine can replace the attention of ``model``, and nothing else mixes tokens."""
+    """Return whether an engine can replace the attention of ``model`` and no other module mixes tokens."""
     return bool(model._supports_attention_backend and not model._is_stateful)
 
 
@@ -45,7 +46,7 @@ def block_names(model: PreTrainedModel) -> set[str]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Disable peft's adapter layers and the modules that are trained whole, inside the context.
+    """Disable peft's adapter layers and the modules that are trained in full, inside the context.
 
     peft's own method also clears requires_grad, which FSDP reads in its first forward pass.
     """

@@ -33,7 +33,7 @@ def model_folder(option: str, path: str, revision: str | None = None, *, weights
     Without ``weights`` only the small files are downloaded.
 
     Raises:
-        ConfigError: (naming ``option``) if it is neither, or a folder is given with a revision.
+        ConfigError: (naming ``option``) if ``path`` is neither, or is a folder and ``revision`` is given.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():

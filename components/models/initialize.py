@@ -20,10 +20,11 @@ from components.models.hf_private import computed_buffers, init_weights, initial
 
 
 def random_weights(model: PreTrainedModel, seed: int) -> WeightSource:
-    """Return a source that draws each parameter on CPU in float32, as a function of (``seed``, its name).
+    """Return a source that draws each parameter on CPU in float32, as a function of ``seed`` and its name.
 
-    Therefore its value is the same on every rank and in every layout, for any number of layers, and in any
-    order of calls. No global random state is read or changed. ``model`` must stay on the meta device.
+    The value of a parameter is therefore the same on every rank and in every layout, for any number of
+    layers, and in any order of calls. No global random state is read or changed. ``model`` must stay on the
+    meta device.
 
     Raises:
         ConfigError: (from the source) if transformers has no initial value for the parameter.

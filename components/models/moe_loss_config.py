@@ -22,9 +22,10 @@ class MoELossConfig:
     """
 
     aux_loss: Balance = "none"
-    """Which tokens T counts: with ``switch`` those of one micro-batch (Fedus et al., 2021, equation 4), with
-    ``sequence`` those of one sequence (DeepSeek-V3, equation 17), with ``global_batch``, for ``f``, those of
-    all micro-batches of the global batch so far (Qiu et al., 2025). Micro-batches are weighted by tokens."""
+    """The tokens that T counts: with ``switch`` those of one micro-batch (Fedus et al., 2021, equation 4),
+    with ``sequence`` those of one sequence (DeepSeek-V3, equation 17), with ``global_batch``, for ``f``,
+    those of all micro-batches of the global batch so far (Qiu et al., 2025). Micro-batches are weighted by
+    their numbers of tokens."""
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
     """Coefficient of the router z-loss, the mean over tokens of ``logsumexp(router logits) ** 2`` (Zoph et

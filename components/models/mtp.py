@@ -1,11 +1,11 @@
 """Multi-token prediction (MTP): layers after the last one, each of which predicts one token further ahead.
 
-It follows DeepSeek-V3 (section 2.2), and Megatron-Core for details that the paper does not specify. With
+The layers follow DeepSeek-V3 (section 2.2), and Megatron-Core in details that its paper leaves open. With
 ``h_0`` the output of the last norm, the layer of depth k = 1, 2, ... computes at position t
     ``h_k = norm_k(block_k(eh_proj_k([enorm_k(embed(x[t + k])), hnorm_k(h_{k-1})])))``
 and the logits of token t + 1 + k are ``head(h_k)``. Embedding and head are those of the model.
 
-The model that ``ModelSpec`` builds has them under the names of DeepSeek's files, as layers past
+The model that ``ModelSpec`` builds has the MTP layers under the names of DeepSeek's files, as layers past
 ``num_hidden_layers``, which transformers leaves out of its forward pass: ``model.layers.{N + k - 1}.`` with
 ``enorm``, ``hnorm``, ``eh_proj`` and ``shared_head.norm`` in addition to the parts of a decoder layer.
 """
@@ -39,7 +39,7 @@ class MTPConfig:
 
     num_layers: int = 0
     loss_coef: float = 0.3
-    """Coefficient of the mean over depths."""
+    """Coefficient of the mean of the loss terms of all depths."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 0:
@@ -62,7 +62,7 @@ class MTPConfig:
         return self.loss_coef / max(self.num_layers, 1)
 
     def batches(self, batch: Batch) -> tuple[Batch, ...]:
-        """Return the inputs and labels of the layer of each depth."""
+        """Return the micro-batch for the layer of each depth: ``batch`` shifted left by that depth."""
         return tuple(batch.shifted(depth) for depth in range(1, self.num_layers + 1))
 
     def counts(self, batch: Batch) -> dict[str, int]:
@@ -77,7 +77,9 @@ def num_mtp_layers(config: PreTrainedConfig) -> int:
 
 
 def append_mtp_layers(model: PreTrainedModel) -> None:
-    """Append to ``model``, on the meta device, the MTP layers of its configuration, copies of its last layer.
+    """Append the MTP layers of its configuration to ``model``, which is on the meta device.
+
+    They are copies of its last decoder layer, with the submodules ``JOINS`` in addition.
 
     Raises:
         ConfigError: if the model's family is not in ``FAMILIES``.
@@ -103,7 +105,7 @@ def append_mtp_layers(model: PreTrainedModel) -> None:
 
 
 def mtp_layers(model: PreTrainedModel) -> list[Any]:
-    """Return the MTP layers, by depth."""
+    """Return the MTP layers of ``model`` in the order of their depths."""
     count = num_mtp_layers(model.config)
     base = model.base_model
     return list(base.layers[-count:]) if count else []

@@ -54,7 +54,7 @@ def num_bytes(numel: int) -> int:
 
 
 def sizes(numel: int) -> tuple[int, int, int]:
-    """Return the bytes of the values, of the fp32 numbers that describe the scales, and of the scales."""
+    """Return the sizes in bytes of the values, of the fp32 numbers for the scales, and of the scales."""
     blocks = -(-numel // BLOCK)
     return blocks * BLOCK // 2, 4 * (-(-blocks // GROUP) + 1), blocks
 

@@ -46,7 +46,7 @@ CODES = {
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 Places = Mapping[str, tuple[Path, str]]
-"""Our name of a tensor -> its file, and its name there."""
+"""Name of a tensor in memory -> its file, and its name in that file."""
 
 
 def pretrained_weights(
@@ -64,8 +64,8 @@ def pretrained_weights(
     also with a warning.
 
     Raises:
-        ConfigError: if there are no weights, a file is unreadable, a parameter is missing or of another
-            shape, or tied parameters have two values.
+        ConfigError: if there are no weights, a file is unreadable, a parameter is missing, quantised or of
+            another shape, or tied parameters have two values.
     """
     shapes, tied, files = named_shapes(model), tied_names(model), stored_names(folder)
     rename = file_names(model.config.model_type)
@@ -123,7 +123,7 @@ def content_hash(folder: Path) -> str:
 
 
 def file_hash(path: Path) -> str:
-    """Return the file's sha256, which in the cache of the hub is its name."""
+    """Return the SHA-256 of a file, which is the file's name if it is in the cache of the hub."""
     if re.fullmatch("[0-9a-f]{64}", path.resolve().name):
         return path.resolve().name
     with path.open("rb") as file:
@@ -131,7 +131,12 @@ def file_hash(path: Path) -> str:
 
 
 def stored_names(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor in the folder's safetensors files; empty if there are none."""
+    """Return the file of each tensor in the folder's safetensors files; empty if there are none.
+
+    Raises:
+        ConfigError: if the index is malformed, a file that it names is missing, or a single file is
+            unreadable.
+    """
     if (folder / INDEX).is_file():
         try:
             weight_map = as_type(dict[str, str], read_json(folder / INDEX).get("weight_map"))
@@ -191,9 +196,10 @@ def quantised(file: Path, name: str, stored: str) -> ConfigError:
 
 
 def check_stored_types(folder: Path) -> None:
-    """Raise ConfigError if a file of weights that are to be converted is unreadable or holds quantised ones.
+    """Raise ConfigError if a file of weights that are to be converted is unreadable or has quantised weights.
 
-    transformers would convert these to floating point without their scales. Masks may be integers.
+    transformers would convert quantised weights to floating point without their scales. Masks may be
+    integers.
     """
     for file, name, stored in stored_types(folder):
         if stored not in STORED and (name.endswith("weight") or stored not in INTEGERS):
@@ -201,7 +207,11 @@ def check_stored_types(folder: Path) -> None:
 
 
 def stored_types(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield the file, the name and the type of each tensor, as safetensors names types."""
+    """Yield the file, the name and the type (as named in safetensors) of each tensor.
+
+    Raises:
+        ConfigError: if a file is unreadable, or contains anything but tensors.
+    """
     found = stored_names(folder)
     opened = cache(open_file)
     for name, file in found.items():
@@ -220,7 +230,11 @@ def stored_types(folder: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def converted_weights(folder: Path, model: PreTrainedModel, trust_remote_code: bool) -> dict[str, Tensor]:
-    """Return every parameter as ``from_pretrained`` reads it; tied ones twice if it found two values."""
+    """Return every parameter as ``from_pretrained`` reads it; tied ones twice if they have two values.
+
+    Raises:
+        ConfigError: if a file is unreadable, or a parameter is missing, quantised or of another shape.
+    """
     check_stored_types(folder)
     config = copy.deepcopy(model.config)
     config.dtype = None  # "auto" then means as stored

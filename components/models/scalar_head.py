@@ -1,4 +1,4 @@
-"""The head of a model: over the vocabulary, or a scalar one, as in transformers' sequence classifiers."""
+"""The head of a model: over the vocabulary, or scalar as in transformers' sequence classifiers."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -51,11 +51,11 @@ def auto_class(*, scalar: bool) -> Any:
 
 
 def set_scalar_head(config: PreTrainedConfig) -> None:
-    """Make ``config`` that of a model with a scalar head.
+    """Change ``config`` to that of a model with a scalar head.
 
     Raises:
-        ConfigError: if transformers has no classifier of this family, or ``config`` is of a classifier with
-            several labels.
+        ConfigError: if transformers has no classifier of this family, or ``config`` is that of a classifier
+            with several labels.
     """
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ConfigError(

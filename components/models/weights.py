@@ -1,4 +1,4 @@
-"""Parameter names as on disk, which are used everywhere in this program."""
+"""Names and shapes of a model's parameters, as all parts of this program use them."""
 
 import hashlib
 import json

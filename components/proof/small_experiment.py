@@ -1,4 +1,4 @@
-"""The keys of a composed configuration that a proof sets, so that it fits the machine and has no noise."""
+"""The keys of a configuration that a proof changes, so that the experiment is small and without dropout."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from components.proof.small_layout import sizes
 from components.proof.small_model import Limits, small_config
 
 SAMPLES = 256
-"""Number of records that are read from each source."""
+"""Maximum number of records that are read from each source."""
 
 
 def small_model(
@@ -23,7 +23,8 @@ def small_model(
 ) -> tuple[Json, Json, Json]:
     """Return the keys of a small model with random weights, and the old and new fields of its config.json.
 
-    The file is written to ``cache``. A model of the user's own class stays as it is.
+    The new config.json is written to ``cache``. A model of the user's own class is not changed, and all three
+    results are empty.
     """
     if not isinstance(model, ModelSpec):
         return {}, {}, {}
@@ -41,7 +42,10 @@ def small_model(
 
 
 def small_adapter(adapter: AdapterConfig | None, node: Config) -> Json:
-    """Return the keys of a new adapter without dropout, with the settings of the one that would continue."""
+    """Return the keys of a new adapter without dropout.
+
+    If ``adapter`` continues the training of an adapter (``path``), the new one has the same settings.
+    """
     if adapter is None:
         return {}
     new: Json = {"dropout": 0.0} if "dropout" in node else {}
@@ -52,7 +56,7 @@ def small_adapter(adapter: AdapterConfig | None, node: Config) -> Json:
 
 
 def small_data(data: DataConfig, node: Config, limits: Limits) -> Json:
-    """Return the keys that select short samples of the first records; an indexed data set is read whole."""
+    """Return the keys that select short samples of the first records; all of an indexed data set is read."""
     new: Json = {"long_samples": "truncate"}
     if limits.max_length is not None:
         new["max_length"] = min(data.max_length, limits.max_length)

@@ -1,4 +1,4 @@
-"""Smaller layouts with the dimensions of a large one."""
+"""Smaller layouts with the kinds of parallelism of a large one."""
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
@@ -10,29 +10,29 @@ from components.contracts.parallelism import ParallelismSpec
 
 MOST_RANKS = 8
 DROPPED = ("dp", "default_dp", "etp", "cp", "dp_replicate", "ep", "pp", "tp")
-"""Fields of a layout, also of a user's own class, in the order in which they become 1 if sizes of 2 need too
-many ranks."""
+"""Fields of a layout, including one of a user's own class, in the order in which they are set to 1 instead
+of 2 if there would be too many ranks."""
 SIZES = ("vpp", *DROPPED)
 STAGES = ("pipeline_layout", "first_stage_layers", "last_stage_layers", "recompute_num_layers")
 """Fields with numbers of layers, which do not fit a model with another number of layers."""
 
 
 def sizes(layout: ParallelismSpec) -> dict[str, int]:
-    """Return every size, 1 for those that the layout does not have."""
+    """Return the value of each of ``SIZES`` in the layout, 1 if it has no such field."""
     return {name: getattr(layout, name, None) or 1 for name in SIZES}
 
 
 def size_names(layout: ParallelismSpec) -> list[str]:
-    """Return the sizes of the layout as in ``["tp2", "pp2", "dp2"]``."""
+    """Return the sizes of the layout that are above 1, as in ``["tp2", "pp2", "dp2"]``."""
     found = sizes(layout) | {"dp": layout.dp_size(layout.world_size({}, 0)), "default_dp": 1}
     return [f"{name}{size}" for name, size in reversed(found.items()) if size > 1]
 
 
 def small_layouts(layout: ParallelismSpec) -> Iterator[ParallelismSpec]:
-    """Yield ``layout`` if it has at most ``MOST_RANKS`` ranks, else smaller ones, most dimensions first.
+    """Yield ``layout`` if it has at most ``MOST_RANKS`` ranks, else smaller ones, most sizes above 1 first.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is no smaller layout.
     """
     ranks, large, found = layout.world_size({}, 0), sizes(layout), False
     if ranks <= MOST_RANKS:
@@ -55,7 +55,7 @@ def small_layouts(layout: ParallelismSpec) -> Iterator[ParallelismSpec]:
 
 
 def resized(layout: Any, wanted: dict[str, int]) -> Any:
-    """Return the layout with these sizes and even stages, or None if its class refuses them."""
+    """Return the layout with the sizes ``wanted`` and even stages. None means that its class refuses them."""
     if not is_dataclass(type(layout)):
         return None
     even = {name: None for name in STAGES if getattr(layout, name, None) is not None}

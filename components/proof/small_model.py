@@ -14,7 +14,7 @@ DENSE_LIST, SPARSE_STEP = "mlp_only_layers", "decoder_sparse_step"
 
 @dataclass(frozen=True)
 class Limits:
-    """``preflight.shrink``: the largest sizes in a proof. None means as composed."""
+    """``preflight.shrink``: the largest sizes in a proof. None means the size of the experiment itself."""
 
     layers: int | None
     """Number of layers, rounded up to a multiple of the pipeline chunks of the layout."""
@@ -44,7 +44,7 @@ def small_config(config: PreTrainedConfig, limits: Limits, sizes: Mapping[str, i
 
 
 def layer_fields(fields: Json, number: int, limit: int | None, chunks: int) -> Json:
-    """Return the fields of the layers that are kept: one of each kind, then the first ones."""
+    """Return the configuration fields for the layers that are kept: one of each kind, then the first ones."""
     lists = [name for name, value in fields.items() if isinstance(value, list) and len(value) == number]
     lists = [name for name in lists if name != DENSE_LIST]
     first_dense, window = fields.get("first_k_dense_replace") or 0, fields.get("max_window_layers") or 0
@@ -67,7 +67,7 @@ def layer_fields(fields: Json, number: int, limit: int | None, chunks: int) -> J
 
 
 def width_fields(fields: Json, config: PreTrainedConfig, hidden: int, sizes: Mapping[str, int]) -> Json:
-    """Return the fields of smaller widths.
+    """Return the configuration fields for smaller widths.
 
     The channels of a head stay the same, because the configuration may list rotary frequencies.
     """

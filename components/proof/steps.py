@@ -73,7 +73,10 @@ class ProofRun:
     vocabulary: int
 
     def peak_lr(self) -> float:
-        """Return the rate with which the first update changes the loss of its batch by about ``CHANGE``."""
+        """Return the learning rate at which the first update changes the loss of its batch by ``CHANGE``.
+
+        It is an estimate from one update at the rate of ``optimizer``.
+        """
         engine, lr = self.build(self.optimizer), self.optimizer.lr
         before, after = (self.step(engine, self.loss, 0, lr).loss for _ in range(2))
         engine.close()
@@ -97,7 +100,7 @@ class ProofRun:
             (folder / "curve.json").write_text(json.dumps(curve))
 
     def curve(self, rates: Sequence[float]) -> list[tuple[float, float]]:
-        """Train with one learning rate a step while the hooks observe; return losses and gradient norms."""
+        """Train one step with each of ``rates`` while the hooks observe; return losses and gradient norms."""
         engine, state = self.build(self.optimizer), Counters()
         run = self.observed(engine, state)
         for hook in self.hooks:

@@ -1,4 +1,4 @@
-"""Errors of the runs of a proof against one process."""
+"""Errors of the runs of a proof, relative to a run in one process."""
 
 import json
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from components.contracts.json_types import Json
 from components.proof.steps import SCALE
 
 BOUND = 1e-5
-"""Largest error at which two runs are equal, relative to the norm of a gradient of the reference, or to the
-largest value of its curve."""
+"""Largest error at which two runs count as equal, relative to the norm of a gradient of the reference, or to
+the largest value of its curve."""
 
 
 def relative_error(found: Tensor, reference: Tensor) -> Tensor:
     """Return the relative error, which is infinite if only the reference is 0.
 
-    The gradient of an expert without tokens is 0.
+    It is 0 if both are 0, as for the gradient of an expert without tokens.
     """
     error = (found.double() - reference.double()).norm()
     return error / reference.double().norm() if error else error
@@ -33,7 +33,7 @@ def curve_error(found: Tensor, reference: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of a run against one process. None means that there is no curve."""
+    """Errors of a run, relative to a run in one process. None means that there is no curve."""
 
     run: str
     gradient: float
@@ -49,7 +49,7 @@ class Errors:
 
     @property
     def worst(self) -> str:
-        """The error that is above the bound, as text."""
+        """A description of the errors of the gradient or, if that is within ``BOUND``, of the curve."""
         if not self.gradient <= BOUND:
             return f"the gradient of {self.parameter} by {self.gradient:.1e}"
         return f"the loss by {self.loss:.1e}, the gradient norm by {self.grad_norm:.1e}"
@@ -66,7 +66,8 @@ class Errors:
 def compare(run: str, found: Path, reference: Path, *, control: bool = False) -> Errors:
     """Return the errors of the files that ``ProofRun.take`` wrote to ``found``.
 
-    With ``control`` they are those of the control, which has gradients only.
+    ``reference`` is the folder that it wrote in one process. With ``control``, the errors are those of the
+    control, which has gradients only.
     """
     kind = "control" if control else "gradients"
     ours, theirs = gradients(found / kind), gradients(reference / kind)

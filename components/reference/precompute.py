@@ -28,9 +28,9 @@ def precompute(
 ) -> None:
     """Compute the reference log-probabilities of every sample once and store them in the cache.
 
-    The reference (``adapter_off``) of ``engine`` is its own model. Each sample is in the same micro-batch as
-    in its first training step, so in the same layout the values are bitwise those of a frozen reference.
-    All ranks must call this function together.
+    ``engine`` has the reference ``adapter_off``: its own model. Each sample is in the same micro-batch as in
+    its first training step, so in the same layout the values are bitwise those of a frozen reference. All
+    ranks must call this function together.
 
     Args:
         folder: cache of the reference model (``ReferenceSource.folder``).

@@ -21,7 +21,7 @@ OPTION, SYNC = "stage.reference_path", "stage.sync_reference_every"
 
 @dataclass(frozen=True)
 class ReferenceSource:
-    """The reference that the two options select in one experiment."""
+    """The reference model that ``stage.reference`` and ``stage.reference_path`` select in one experiment."""
 
     choice: Literal["none", "frozen", "adapter_off", "precomputed"]
     model: ModelConfig
@@ -29,8 +29,7 @@ class ReferenceSource:
     is_separate_model: bool
     """Whether the reference is that of ``stage.reference_path``, and not the trained model at its start."""
     sync_every: int = 0
-    """Number of steps between two mixings of the reference with the trained model. 0 means that it is never
-    mixed."""
+    """Number of steps after which the trained model is mixed into the reference again. 0 means never."""
     sync_mixup: float = 0.6
     """Share of the trained model in the mixture."""
 
@@ -55,10 +54,10 @@ class ReferenceSource:
         return f"{init}, with {SYNC}={self.sync_every} and stage.sync_reference_mixup={self.sync_mixup}"
 
     def frozen_spec(self) -> ModelConfig:
-        """Return the model for an engine that only evaluates it: frozen, so without optimizer state.
+        """Return the reference model for an engine that only evaluates it, with its matrices frozen.
 
-        Engines require a trainable parameter, so 1-D parameters stay trainable. If there are none, nothing is
-        frozen.
+        Frozen parameters have no optimizer state. Engines require a trainable parameter, so 1-D parameters
+        stay trainable. If the model has none, nothing is frozen.
         """
         model = replace(self.model, freeze=(), train_only=())
         shapes = named_shapes(model.meta_model)
@@ -66,9 +65,9 @@ class ReferenceSource:
         return replace(model, freeze=matrices if len(matrices) < len(shapes) else ())
 
     def folder(self, cache: Path, seed: int, dtype: str) -> Path:
-        """Return the folder in ``cache``, keyed by everything that affects the log-probabilities.
+        """Return the folder in ``cache`` for everything that affects the log-probabilities of this reference.
 
-        Layout and engine are not part of the key, because they affect only the rounding.
+        Layout and engine do not change the folder, because they affect only the rounding.
         """
         config = self.model.config().to_dict() | {"_name_or_path": None}
         weights = [self.model.content_hash(), seed if self.model.is_random_init else None]
@@ -105,7 +104,7 @@ class ReferenceSource:
 def resolve_reference(
     stage: Loss, model: ModelConfig, adapter: AdapterConfig | None = None
 ) -> ReferenceSource:
-    """Return the reference of an experiment; ``adapter`` is the one that is trained, or None.
+    """Return the reference of an experiment; ``adapter`` is the adapter that is trained, if any.
 
     Raises:
         ConfigError: if the options contradict each other or the rest of the experiment.
@@ -163,9 +162,9 @@ def resolve_reference(
 def check_sync(choice: str, model: ModelConfig, adapter: AdapterConfig | None) -> None:
     """Raise ConfigError unless the reference can be mixed with the trained model.
 
-    It must be a second, frozen model with the same parameters. So adapters, which add parameters to only the
-    trained model, are refused, and so are router biases that are updated without a gradient, because engines
-    keep them as buffers.
+    The reference must be a second, frozen model with the same parameters. Adapters are therefore refused:
+    they add parameters to only the trained model. Router biases that are updated without a gradient are
+    refused, too, because engines keep them as buffers.
     """
     if choice != "frozen":
         raise ConfigError(

@@ -12,7 +12,8 @@ from pyarrow import json as arrow_json
 
 Floats = NDArray[np.float64]
 SECONDS = "train/seconds"
-"""A curve of the seconds of training, summed from step times, because metrics.jsonl has no times of day."""
+"""Name of a curve: the time of training in seconds, summed from step times, because metrics.jsonl has no
+times of day."""
 RENAMED = {
     "train/num_samples": "train/total_samples",
     "train/skipped": "train/total_skipped",
@@ -25,9 +26,10 @@ OLD_NAMES = (
     (re.compile(r"/accuracy$"), "/rewards/accuracies"),
     (re.compile(r"/(mtp_\d+)$"), r"/\1_loss"),
 )
-"""Patterns of metric names before 0.2.0, and their current names (also ``RENAMED``)."""
+"""Patterns of metric names before version 0.2.0, and their current names. ``RENAMED`` has further ones."""
 BLOCK_SIZE = 32 * 2**20
-"""Minimum bytes per block for the JSON parser; columns may first appear in any line of a block."""
+"""Minimum size in bytes of a block for the JSON parser. A file is parsed as one block, because a column may
+first appear in any line of a block, but not in a later block."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Curve:
     means: Floats
     low: Floats | None
     high: Floats | None
-    """The extremes of the values in each mean, so that spikes stay visible. None if no values were merged."""
+    """The extremes of the values in each mean, which show spikes. None means that no values were merged."""
     last: float
     """The last value."""
     last_step: float
@@ -71,8 +73,8 @@ def read_curves(path: Path, count: int) -> dict[str, Curve]:
     """Return the curve of each metric, without non-finite values and without an incomplete last line.
 
     Raises:
-        OSError: if there is no such file.
-        ValueError: if it does not hold rows of numbers.
+        OSError: if the file cannot be read.
+        ValueError: if it does not hold rows of numbers with a step.
     """
     data = path.read_bytes()
     data = data[: data.rfind(b"\n") + 1]
@@ -104,14 +106,17 @@ def current_name(key: str) -> str:
 
 
 def numbers(column: pa.ChunkedArray) -> Floats | None:
-    """Return the values, NaN if missing, or None if the column does not hold numbers."""
+    """Return the values, with NaN for missing ones. None means that the column does not hold numbers."""
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         return None
     return column.cast(pa.float64()).to_numpy()
 
 
 def training_seconds(steps: Floats, step_ms: Floats) -> Floats:
-    """Return the seconds up to each row, without evaluations and saves; NaN in rows without a step time."""
+    """Return the training time up to each row, in seconds, without evaluations and saves.
+
+    It is NaN in rows without a step time.
+    """
     seconds, known = np.full(len(steps), np.nan), np.isfinite(step_ms)
     if known.any():
         counts = np.diff(steps[known], prepend=0)

@@ -39,7 +39,7 @@ COUNTERS = {
 }
 """Metrics without a chart."""
 AXES = {"tokens": "train/total_tokens", "seconds": SECONDS}
-"""Axis of the curves, besides the steps -> the metric that gives the position of a step on it."""
+"""Axis of the curves, besides the steps -> the metric that gives the position of a step on that axis."""
 NOT_TRAINED = {"run.name", "run.output_dir"}
 """Overrides that do not change the training."""
 MOST_WORDS = 3
@@ -68,7 +68,7 @@ def write_page(
 
 
 def render(data: Config) -> str:
-    """Return the template with styles, scripts and data, escaped so that it cannot close its element."""
+    """Return the template with styles, scripts and data; data is escaped so as not to close its element."""
     text = json.dumps(without_infinities(data), allow_nan=False, separators=(",", ":"))
     parts = {
         "style": assets("uPlot.min.css", "page.css"),
@@ -178,7 +178,7 @@ def finite(value: float | None) -> float | None:
 
 
 def limited_documents(documents: list[object], document: object) -> int | None:
-    """Return the index of ``document`` in ``documents``, adding it if needed; None if it is empty."""
+    """Return the index of ``document`` in ``documents``, adding it if needed. None means that it is empty."""
     if not document:
         return None
     document = without_infinities(document)

@@ -52,7 +52,7 @@ class Entry:
     overrides: tuple[str, ...] | None = None
     """Overrides of the run. None means those in run.json."""
     status: str | None = None
-    """Status of the run. None means that in run.json."""
+    """Status of the run. None means the status in run.json."""
     loss: float | None = None
     error: str | None = None
     seconds: float | None = None
@@ -132,7 +132,7 @@ class RunPage:
 
 
 def read_run(entry: Entry, points: int) -> RunPage:
-    """Read all available files, with at most ``points`` means per curve; ``missing`` lists the others."""
+    """Read the files of a run, with at most ``points`` means per curve; ``missing`` lists unreadable ones."""
     run = RunPage(entry)
     if entry.folder is None:
         return run

@@ -9,7 +9,7 @@ from components.data.records.options import MESSAGE_KEYS, RecordError, RecordOpt
 def renamed(record: Mapping[str, object], options: RecordOptions) -> Mapping[str, object]:
     """Return the record with the names that formats use, according to ``data.columns`` and ``data.roles``.
 
-    A renamed field replaces a field that already has the new name; ``unnamed`` returns the replaced one.
+    A renamed field replaces a field that already has the new name. ``unnamed`` lists the replaced fields.
     """
     if not options.columns and not options.roles:
         return record
@@ -21,7 +21,11 @@ def renamed(record: Mapping[str, object], options: RecordOptions) -> Mapping[str
 
 
 def unnamed(record: Mapping[str, object], options: RecordOptions) -> list[str]:
-    """Return the fields that ``renamed`` leaves out because no column names them."""
+    """Return the names of the fields that ``renamed`` leaves out.
+
+    With ``only_columns``, these are the fields that no column names; otherwise, those that a renamed field
+    replaces.
+    """
     if options.only_columns:
         named = set(options.columns.values())
         return [name for name in record if name not in named]
@@ -38,7 +42,7 @@ def unnamed(record: Mapping[str, object], options: RecordOptions) -> list[str]:
 
 
 def _displaced(fields: Mapping[str, object], columns: Mapping[str, str]) -> Iterator[str]:
-    """Yield the names that ``columns`` gives to other fields although ``fields`` has a value under them."""
+    """Yield each name that ``columns`` gives to another field although ``fields`` has a value under it."""
     for ours, theirs in columns.items():
         has_own = ours not in columns.values() and fields.get(ours) not in (None, "", [], {})
         if fields.get(theirs) is not None and has_own:

@@ -58,14 +58,15 @@ _MARKS: tuple[tuple[Format, tuple[str, ...]], ...] = (
 _LABELLED: tuple[tuple[Format, tuple[str, ...]], ...] = tuple(
     ("unpaired", (key, "label")) for key in ("messages", "conversations", "output", "response")
 )
-"""Further keys that identify unpaired data, but only for its stage: other data has labels of other kinds."""
+"""Further keys that identify unpaired data. They are used only if the stage trains on such data, because a
+``label`` in other data may have another meaning."""
 
 
 def detect(record: Mapping[str, object], kind: SampleKind, origin: str) -> Format:
-    """Detect the format by the fields that are present; ``kind`` is that of the stage.
+    """Return the format that the fields of ``record`` identify; ``kind`` is what the stage trains on.
 
     Raises:
-        ConfigError: if the fields match no known format.
+        ConfigError: if the fields match no known format, or if they are a prompt without an answer.
     """
     marks = (*_LABELLED, *_MARKS) if kind == "unpaired" else _MARKS
     for name, keys in marks:
@@ -84,7 +85,7 @@ def detect(record: Mapping[str, object], kind: SampleKind, origin: str) -> Forma
 
 
 def normalize(given: Mapping[str, object], options: RecordOptions, origin: str) -> tuple[Sample, list[str]]:
-    """Convert one record to a sample; return it with the names of the fields that are not read.
+    """Return the sample that a record describes, and the names of the fields that are not read.
 
     Raises:
         RecordError: if a field is missing or a type is wrong, or if a field that is not read would change

@@ -17,7 +17,7 @@ class HubDataset:
     """A data set that ``datasets`` loads, with the subset, split and revision to read."""
 
     option: str
-    """The option that names it, for messages."""
+    """The option that names the data set, for messages."""
     repo: str
     subset: str | None = None
     split: str = "train"
@@ -30,7 +30,7 @@ class HubDataset:
         return f"hub:{self.repo} ({self.split}{part})"
 
     def fingerprint(self) -> str:
-        """Return a name that changes with the content."""
+        """Return the fingerprint of the data set from ``datasets``, which changes with its content."""
         return str(self._load()._fingerprint)
 
     def records(self, *, streaming: bool = False) -> Records:

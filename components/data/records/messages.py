@@ -1,4 +1,4 @@
-"""Read messages from a record, with any of the usual names of keys and roles.
+"""Read messages from a record, in which keys and roles may have any of their usual names.
 
 Every error message names the record's origin.
 """
@@ -16,7 +16,7 @@ REASONING_KEYS = ("reasoning_content", "thinking")
 _KEPT_KEYS = ("name", "tool_call_id", *REASONING_KEYS)  # some templates read them
 _FLAGS = ("weight", "train", "loss_weight")  # OpenAI's, axolotl's and LLaMA-Factory's
 _UNTRAINED = "untrained"
-"""Key that marks a message as excluded from training by its record, until ``split_untrained`` removes it."""
+"""Key that marks a message that its record excludes from training. ``split_untrained`` removes the key."""
 
 
 def fail(origin: str, what: str, remedy: str) -> NoReturn:
@@ -61,7 +61,7 @@ def alpaca_prompt(record: Mapping[str, object], origin: str) -> list[Message]:
 
 
 def alpaca_answer(record: Mapping[str, object], origin: str) -> Message:
-    """Return the answer, which may be empty."""
+    """Return the answer of an alpaca record as a message, whose content may be empty."""
     key = _present(record, "output", "response")
     return {"role": "assistant", "content": read_string(record, key, origin, may_be_empty=True)}
 
@@ -84,7 +84,11 @@ def with_default_system(messages: list[Message], options: RecordOptions) -> list
 
 
 def read_turns(record: Mapping[str, object], key: str, origin: str) -> list[Message]:
-    """Return the messages under ``key``, after a system turn from the record's own ``system`` field."""
+    """Return the messages under ``key``, after the turn of the record's field ``system`` if it has one.
+
+    Raises:
+        RecordError: if the field is not a list of messages, or a message is invalid.
+    """
     turns = record.get(key)
     if not isinstance(turns, list) or not turns:
         seen = "missing" if turns is None else "not a list of messages" if turns else "empty"
@@ -134,17 +138,17 @@ def _is_trained(raw: Message, role: str, where: str, origin: str) -> bool:
 
 
 def split_untrained(messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
-    """Return the messages as chat templates take them, and the positions of those not to train on."""
+    """Return the messages in the form for chat templates, and the positions of those not trained on."""
     excluded = frozenset(i for i, message in enumerate(messages) if _UNTRAINED in message)
     plain = [{key: message[key] for key in message if key != _UNTRAINED} for message in messages]
     return (plain if excluded else messages), excluded
 
 
 def _content(value: object, where: str, origin: str) -> Message:
-    """Return a message with the content, and with the reasoning and tool calls that are parts of it.
+    """Return a message without a role: the content, and the reasoning and tool calls if it has such parts.
 
-    The text of a part is under ``text`` (OpenAI) or ``value`` (LLaMA-Factory). None, as in a turn with only
-    tool calls, becomes "".
+    The text of a part is under ``text`` (OpenAI) or ``value`` (LLaMA-Factory). The value None, as in a turn
+    with only tool calls, becomes "".
     """
     if isinstance(value, list):
         return _parts(value, where, origin)
@@ -174,7 +178,10 @@ def _parts(parts: list[object], where: str, origin: str) -> Message:
 
 
 def _calls(raw: Any, where: str, origin: str) -> list[Tool]:
-    """Return a list of OpenAI tool calls from one or several, wrapped or bare ``{name, arguments}``."""
+    """Return OpenAI tool calls, given one call or a list of them.
+
+    A call is ``{name, arguments}``, or an object with that under ``function``.
+    """
     calls = []
     for call in raw if isinstance(raw, list) else [raw]:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -212,7 +219,11 @@ def read_tools(record: Mapping[str, object], origin: str) -> list[Tool] | None:
 
 
 def read_template_kwargs(record: Mapping[str, object], options: RecordOptions, origin: str) -> Json:
-    """Return the chat template's variables: those of the record override ``data.chat_template_kwargs``."""
+    """Return the chat template's variables: those of the record override ``data.chat_template_kwargs``.
+
+    Raises:
+        RecordError: if those of the record are not an object, or if they contain one of ``RESERVED``.
+    """
     own = record.get("chat_template_kwargs") or {}
     if not isinstance(own, dict) or any(name in RESERVED for name in own):
         remedy = f"Remove {', '.join(RESERVED)} from it."
@@ -221,10 +232,13 @@ def read_template_kwargs(record: Mapping[str, object], options: RecordOptions, o
 
 
 def checked(messages: list[Message], origin: str) -> list[Message]:
-    """Return the messages up to the last answer, or raise RecordError.
+    """Return the messages up to the last assistant turn.
 
-    The order of turns is left to the chat template, except that an assistant turn must not come first, and a
-    tool turn must follow an assistant turn or another tool turn.
+    Any other rules for the order of turns are those of the chat template.
+
+    Raises:
+        RecordError: if an assistant turn comes first, a tool turn follows neither an assistant turn nor
+            another tool turn, a content is not a string, or there is no assistant turn.
     """
     before = "start"
     for i, message in enumerate(messages):

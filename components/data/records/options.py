@@ -21,7 +21,7 @@ SPELLINGS = {
     "developer": "system",
     "function": "tool",
 }
-"""Other names of roles."""
+"""Another name of a role in records -> the role."""
 
 FIELDS = (
     *("text", "prompt", "completion", "instruction", "input", "query", "output", "response", "system"),
@@ -42,7 +42,7 @@ class RecordError(ConfigError):
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """How the records of one source become samples; conf/data/files.yaml describes each option."""
+    """Options by which the records of a source become samples; conf/data/files.yaml describes each one."""
 
     format: Literal["auto"] | Format = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Prompts with their answers: pairs, and single completions with or without a label."""
+"""Read prompts with their answers from records: pairs, and single completions with or without a label."""
 
 import math
 from collections.abc import Mapping
@@ -96,7 +96,11 @@ def _check_plain(record: Mapping[str, object], options: RecordOptions, origin: s
 
 
 def read_completion(record: Mapping[str, object], options: RecordOptions, origin: str) -> tuple[Turns, Turns]:
-    """Return the prompt and the completion: two strings, or two lists of messages."""
+    """Return the prompt and the completion: two strings, or two lists of messages.
+
+    Raises:
+        RecordError: if one of them is missing or invalid.
+    """
     if _is_plain(record, ("completion",), options):
         _check_plain(record, options, origin)
         if record.get("prompt") is None:
@@ -114,6 +118,9 @@ def read_unpaired(record: Mapping[str, object], options: RecordOptions, origin: 
 
     The completion is the field ``completion``, the last turn of a conversation, or the answer of an alpaca
     record.
+
+    Raises:
+        RecordError: if the label, the prompt or the completion is missing or invalid.
     """
     desirable = _label(record, origin)
     if record.get("completion") is not None:
@@ -164,7 +171,10 @@ def _check_answer(prompt: list[Message], answer: list[Message], origin: str) -> 
 
 
 def _completion(record: Mapping[str, object], key: str, origin: str) -> list[Message]:
-    """Return an answer, given as a string, a message, or a list of messages (with or without the prompt)."""
+    """Return the answer under ``key`` as messages.
+
+    The field is a string, a message, or a list of messages with or without the prompt.
+    """
     value = record.get(key)
     if value == []:
         fail(origin, f"field {key!r} is empty", "Fill it in, or remove the record.")
@@ -186,10 +196,10 @@ def _explicit_prompt(record: Mapping[str, object], origin: str) -> list[Message]
 
 
 def _num_shared(chosen: list[Message], rejected: list[Message], origin: str) -> int:
-    """Return how many leading messages two whole conversations have in common.
+    """Return the number of leading messages that two whole conversations have in common.
 
     Raises:
-        ConfigError: if they share no message, or one of them has no answer of its own.
+        RecordError: if they share no message, or one of them has no answer of its own.
     """
     pairs = zip(chosen, rejected, strict=False)
     if chosen == rejected and len(chosen) > 1:
@@ -202,7 +212,11 @@ def _num_shared(chosen: list[Message], rejected: list[Message], origin: str) -> 
 
 
 def _after_system(record: Mapping[str, object], prompt: list[Message], origin: str) -> list[Message]:
-    """Return ``prompt``, with the record's own system turn, if it has one, at its start."""
+    """Return ``prompt``, beginning with the system turn of the record's field ``system`` if it has one.
+
+    Raises:
+        RecordError: if ``prompt`` begins with another system turn.
+    """
     own = system_turn(record, origin)
     if not own or prompt[0]["role"] != "system":
         return [*own, *prompt]
@@ -212,10 +226,10 @@ def _after_system(record: Mapping[str, object], prompt: list[Message], origin: s
 
 
 def _whole_prompt(explicit: list[Message], shared: list[Message], origin: str) -> list[Message]:
-    """Return the longer of a record's own prompt and the one that its answers repeat.
+    """Return the longer of the record's explicit prompt and the messages that both answers begin with.
 
     Raises:
-        ConfigError: if the longer one does not end with the shorter one.
+        RecordError: if the longer one does not end with the shorter one.
     """
     short, long = sorted((explicit, shared), key=len)
     if long[len(long) - len(short) :] != short:

@@ -1,4 +1,4 @@
-"""Read files of records: json, jsonl, csv, parquet, txt, folders of them, saved ``datasets``."""
+"""Read records from json, jsonl, csv, parquet and txt files, folders of them, and saved ``datasets``."""
 
 import csv
 import io
@@ -48,7 +48,7 @@ class Reading:
         self._size, self._within = size, float
 
     def open(self, path: Path) -> IO[str]:
-        """Open a file of text, which may be compressed, and follow its position."""
+        """Open a text file, compressed or not; the progress follows the position in it."""
         file = path.open("rb")
         self._within = lambda: 1.0 if file.closed else file.tell() / max(self._size, 1)
         codec = _CODECS.get(path.suffix.lower())
@@ -59,7 +59,7 @@ class Reading:
         return io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
 
     def at_row(self, row: int, num_rows: int) -> None:
-        """Note that ``row`` of ``num_rows`` rows of the current file have been read."""
+        """Set the progress in the current file to ``row`` of ``num_rows`` rows."""
         self._within = lambda: row / max(num_rows, 1)
 
     def fraction(self) -> float:
@@ -67,7 +67,7 @@ class Reading:
 
 
 class Records(Iterator[Item]):
-    """The records of a source, and how much of it has been read."""
+    """An iterator over the records of a source, with its progress in ``reading``."""
 
     def __init__(self, records: Iterator[Item], reading: Reading) -> None:
         self._records, self.reading = records, reading
@@ -93,7 +93,11 @@ def read_records(path: str) -> Records:
 
 
 def matching_files(path: str) -> list[Path]:
-    """Return all files at ``path``, in folders also those of kinds that ``read_records`` does not read."""
+    """Return all files of ``path``, a file, a folder or a pattern, even those that no reader can read.
+
+    Raises:
+        ConfigError: if nothing matches, or if there is a pipe, a device or a socket.
+    """
     return [file for source in _matches(path) for file in data_files(source)]
 
 
@@ -116,10 +120,10 @@ def _read_path(source: Path, reading: Reading) -> Iterator[Item]:
 
 
 def data_files(source: Path) -> list[Path]:
-    """Return ``source``, or the files below it in order if it is a folder.
+    """Return ``source`` in a list, or, if it is a folder, the sorted list of all files below it.
 
     Raises:
-        ConfigError: if it is or holds a pipe, a device or a socket, reading from which may never end.
+        ConfigError: if it is or contains a pipe, a device or a socket, from which reading may never end.
     """
     inside = (path for path in source.rglob("*") if not path.is_dir())
     found = sorted(path for path in inside if path.exists()) if source.is_dir() else [source]
@@ -226,7 +230,7 @@ def _kind(value: object) -> str:
 
 
 def _read_csv(path: Path, reading: Reading) -> Iterator[Item]:
-    """Read a csv. The first row names the fields; a record's origin is the line it begins on."""
+    """Read a csv file, whose first row names the fields; a record's origin is the line on which it begins."""
     csv.field_size_limit(2**31 - 1)  # a document may well be longer than the default of 128 KiB
     line = 1
     with reading.open(path) as file:
@@ -271,7 +275,11 @@ def _read_txt(path: Path, reading: Reading) -> Iterator[Item]:
 
 
 def _read_saved_dataset(folder: Path, reading: Reading) -> Iterator[Item]:
-    """Read the output of ``Dataset.save_to_disk``. If it has several splits, the path must name one."""
+    """Read the output of ``Dataset.save_to_disk``.
+
+    Raises:
+        ConfigError: if the folder cannot be read, or has several splits: the path must name one of them.
+    """
     import datasets  # takes half a second, and only this reader needs it
 
     if (folder / "dataset_dict.json").exists():

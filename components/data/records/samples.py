@@ -15,7 +15,7 @@ Tool = Json
 Message = Json
 
 Turns = str | list[Message]
-"""Text as it is, or messages."""
+"""Text that no chat template renders, or messages."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CompletionSample:
 
 @dataclass(frozen=True)
 class SegmentsSample:
-    """Texts that are tokenised one by one, each with whether it is trained on."""
+    """Texts that are tokenised one by one, each with a flag that says whether it is trained on."""
 
     segments: tuple[tuple[str, bool], ...]
 
@@ -54,7 +54,7 @@ class ChatSample:
 
 @dataclass(frozen=True)
 class PreferenceSample:
-    """Two continuations of one prompt. If they are messages, they begin and end with an assistant turn."""
+    """Two answers to one prompt. An answer of messages begins and ends with an assistant turn."""
 
     prompt: Turns
     chosen: Turns
@@ -62,7 +62,7 @@ class PreferenceSample:
     tools: list[Tool] | None
     template_kwargs: Json = field(default_factory=dict)
     margin: float = 0.0
-    """How much more the chosen answer should score than the rejected one."""
+    """The margin by which the score of the chosen answer should exceed that of the rejected one."""
 
     @property
     def answers(self) -> tuple[Turns, Turns]:
@@ -71,9 +71,9 @@ class PreferenceSample:
 
 @dataclass(frozen=True)
 class UnpairedSample:
-    """A continuation of a prompt, labelled desirable or not.
+    """An answer to a prompt, labelled desirable or not.
 
-    If it is a list of messages, it begins and ends with an assistant turn.
+    An answer of messages begins and ends with an assistant turn.
     """
 
     prompt: Turns
@@ -81,7 +81,8 @@ class UnpairedSample:
     desirable: bool
     tools: list[Tool] | None
     kl_completion: Turns
-    """The completion of another record, for the KL of KTO; the sample's own until the encoder replaces it."""
+    """The completion of another record, for KTO's estimate of the KL divergence. It is the sample's own
+    completion until the encoder replaces it."""
     template_kwargs: Json = field(default_factory=dict)
 
     @property

@@ -15,20 +15,21 @@ from components.checksum import CHUNK, checksum
 from components.contracts.json_types import Json
 
 _DIGEST = 8
-"""Bytes of the checksum at the end of an array's file."""
+"""Number of bytes of the checksum at the end of an array's file."""
 _HEADERS = Lock()
-"""Held while numpy parses a header: Python 3.11's parser fails in two threads at once (CPython 106905)."""
+"""Lock for parsing the headers of ``.npy`` files with Python's parser, which in Python 3.11 fails if two
+threads use it at once (CPython 106905)."""
 
 
 class DamagedFile(Exception):
-    """The file is missing, incomplete or not as it was written."""
+    """The file is missing or incomplete, or its content has changed since it was written."""
 
 
 class HashedFile:
     """A binary file that is open for writing, with the size and the checksum of its content so far."""
 
     def __init__(self, path: Path, size: int = 0) -> None:
-        """Open ``path`` and keep its first ``size`` bytes, or fewer if it has fewer."""
+        """Open ``path`` and truncate it to its first ``size`` bytes, or keep all of them if it has fewer."""
         self.size, self._hash = 0, xxhash.xxh3_64()
         self._file: IO[bytes] = path.open("r+b" if size else "w+b")
         while kept := self._file.read(min(CHUNK, size - self.size)):
@@ -69,7 +70,7 @@ def load_array(path: Path) -> npt.NDArray[Any]:
     """Open an array that ``save_array`` wrote, memory-mapped.
 
     Raises:
-        DamagedFile: if its content is not what was written.
+        DamagedFile: if the file is missing, or its content is not what was written.
     """
     try:
         content = np.asarray(np.memmap(path, np.uint8, mode="r"))
@@ -83,15 +84,15 @@ def load_array(path: Path) -> npt.NDArray[Any]:
 
 
 def write_json(path: Path, content: Json) -> None:
-    """Replace ``path`` by JSON with a checksum of its content."""
+    """Replace ``path`` by a JSON file that contains ``content`` and its checksum."""
     write_atomic(path, json.dumps({"xxh3": _json_checksum(content), "content": content}))
 
 
 def read_json(path: Path) -> Json:
-    """Read what ``write_json`` wrote.
+    """Return the content of a file that ``write_json`` wrote.
 
     Raises:
-        DamagedFile: if its content is not what was written.
+        DamagedFile: if the file is missing, or its content is not what was written.
     """
     try:
         whole = json.loads(path.read_bytes())

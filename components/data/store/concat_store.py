@@ -10,7 +10,7 @@ from components.data.store.token_store import Array, Bools, Floats, Ints, TokenS
 
 
 class ConcatTokens:
-    """The concatenation of several stores."""
+    """The ``TokenSequences`` that consist of the samples of several stores, one store after the other."""
 
     def __init__(self, parts: Sequence[TokenSequences]) -> None:
         assert len({part.sequences_per_sample for part in parts}) == 1

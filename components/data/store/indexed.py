@@ -28,7 +28,10 @@ _PROBED = 2**24
 
 
 def indexed_prefix(path: str) -> Path | None:
-    """Return the prefix of ``PREFIX``, ``PREFIX.bin`` or ``PREFIX.idx``; None for any other path."""
+    """Return the common prefix of a ``.bin`` and an ``.idx`` file, given the prefix or one of the files.
+
+    None means that ``path`` does not name an indexed data set.
+    """
     given = Path(path).expanduser()
     if given.suffix in (".bin", ".idx"):
         return given.with_suffix("")
@@ -45,13 +48,13 @@ class IndexedTokens:
 
     prefix: Path
     raw_lengths: npt.NDArray[np.int32]
-    """int32 ``[S]``: tokens of each sequence in the file."""
+    """int32 ``[S]``: the number of tokens of each sequence in the file."""
     pointers: Ints
-    """int64 ``[S]``: byte offset of each sequence."""
+    """int64 ``[S]``: the offset of each sequence in the ``.bin`` file, in bytes."""
     buffer: Array
     """All tokens, in the dtype of the file."""
     max_length: int | None
-    """Tokens to which sequences are cut. None means that nothing is cut."""
+    """Number of tokens to which sequences are truncated. None means that they are not truncated."""
     sequences_per_sample: int = 1
     desirable: Bools | None = None
     margins: Floats | None = None
@@ -97,9 +100,9 @@ class IndexedTokens:
         return f"{self.name}:{sample + 1}"
 
     def outcome(self, *, drop: bool) -> FilterResult:
-        """Return which sequences are kept.
+        """Return which sequences are kept and which are truncated.
 
-        With ``drop``, sequences that are too long are left out; otherwise they are cut.
+        Sequences that are longer than ``max_length`` are left out with ``drop`` and truncated without it.
         """
         limit = np.iinfo(np.int32).max if self.max_length is None else self.max_length
         overlong, unsupervised = self.raw_lengths > limit, self.raw_lengths < 2
@@ -120,7 +123,7 @@ class IndexedTokens:
         """Check the first 16M tokens: enough to detect a file of another tokenizer, at negligible cost.
 
         Raises:
-            ConfigError: if one of them is outside of the vocabulary.
+            ConfigError: if one of these tokens is outside of the vocabulary.
         """
         probe = self.buffer[:_PROBED]
         low, high = int(probe.min()), int(probe.max())
@@ -135,7 +138,11 @@ class IndexedTokens:
 
 
 def _read_header(path: Path) -> tuple[int, int, int]:
-    """Return the type code, the number of sequences, and the byte offset of the lengths."""
+    """Return the type code, the number of sequences, and the byte offset of the lengths.
+
+    Raises:
+        ConfigError: if ``path`` is not an index of this version, or has no sequence or no integers.
+    """
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
     fields = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0, 0, 0)

@@ -32,7 +32,10 @@ RECORD = np.dtype([("place", np.int64), ("logp", np.float32)])
 
 @dataclass(frozen=True)
 class ReferenceLogps:
-    """The log-probabilities in the file ``path``. ``lengths`` (int64) are the tokens of each sequence."""
+    """The log-probabilities in the file ``path``.
+
+    ``lengths`` holds the number of tokens of each sequence, int64 ``[S]``.
+    """
 
     path: Path
     lengths: Ints
@@ -91,7 +94,10 @@ class ReferenceLogps:
         return found[real & ~np.repeat(known[segments[:, 0]], spans)]
 
     def merge(self, parts: Sequence[Path]) -> None:
-        """Add the records in ``parts``. The file is replaced as a whole, and other writers wait."""
+        """Add the records in the files ``parts`` to the file ``path``.
+
+        The file is replaced as a whole, under a lock that excludes other writers.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{self.path}.lock"):
             old = ReferenceLogps(self.path, self.lengths)._values  # another run may have added some
@@ -102,7 +108,10 @@ class ReferenceLogps:
             save_array(self.path, values)
 
     def _places(self, segments: Ints) -> tuple[Ints, Bools]:
-        """Return, for each position of the segments, the place of the next token and whether there is one."""
+        """Return, for each position of the segments, the place in the file of the next token of its sequence.
+
+        The second array is False for positions without a next token.
+        """
         ends = self._ends[segments[:, 0]]
         spans = segments[:, 2] - segments[:, 1]
         first = ends - self.lengths[segments[:, 0]] + segments[:, 1] + 1

@@ -27,13 +27,14 @@ Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 LeftOut = Literal["dropped", "unsupervised", "identical"]
-"""Why a sample is left out: it exceeds ``data.max_length``, has no target, or is a pair of equal answers."""
+"""Reason why a sample is left out: it exceeds ``data.max_length``, has no target, or is a pair of equal
+answers."""
 
 _TRUNCATED, _STOP_TRAINED, _DESIRABLE = 1, 2, 4
 BAD_RECORDS = "bad_records.jsonl"
 """Name of the file in a run's folder that lists the records that are left out because they cannot be read."""
 _BAD = "bad_records"
-"""Name of the file with a line of JSON for each ``BadRecord``."""
+"""Name of the file in a token store that has a line of JSON for each ``BadRecord``."""
 _MEMO_BYTES = 2**26  # digests of larger files are cached by size and time
 _SAVE_S = 10.0  # seconds of tokenising that a kill may cost
 
@@ -41,8 +42,8 @@ _SAVE_S = 10.0  # seconds of tokenising that a kill may cost
 class TokenSequences(Protocol):
     """Sequences of tokens. Sample ``i`` is sequence ``i``, or sequences ``2 * i`` and ``2 * i + 1``.
 
-    These two are the chosen and the rejected one of a pair or, in unpaired data, the prompt with its own
-    answer and with that of another record.
+    The two sequences are the chosen and the rejected one of a pair or, in unpaired data, the prompt with its
+    own answer and the prompt with the answer of another record.
     """
 
     @property
@@ -50,23 +51,26 @@ class TokenSequences(Protocol):
 
     @property
     def desirable(self) -> Bools | None:
-        """Whether each sample of unpaired data is desirable, bool. None for other data."""
+        """Whether each sample of unpaired data is desirable, bool. None means other data."""
 
     @property
     def margins(self) -> Floats | None:
-        """Margin of each sample of ranked data, float64. None for other data."""
+        """Margin of each sample of ranked data, float64. None means other data."""
 
     @property
     def lengths(self) -> Ints:
-        """int64 ``[S]``: tokens of each sequence."""
+        """int64 ``[S]``: the number of tokens of each sequence."""
 
     def tokens(self, sequence: int, start: int, stop: int) -> Array:
-        """Return token ids ``start`` to ``stop``, but at most to the end, in the dtype of the file."""
+        """Return token ids ``start`` to ``stop - 1`` of a sequence, in the dtype of the file.
+
+        The result is shorter if ``stop`` is beyond the end of the sequence.
+        """
 
     def mask(self, sequence: int, start: int, stop: int) -> Bools:
-        """Return which of the tokens ``start`` to ``stop`` are targets of the loss, bool ``[n]``.
+        """Return which of the tokens ``start`` to ``stop - 1`` are targets of the loss, bool ``[n]``.
 
-        Like ``tokens``, it ends at the last token of the sequence if ``stop`` is beyond it.
+        The result is shorter if ``stop`` is beyond the end of the sequence.
         """
 
     def origin(self, sample: int) -> str:
@@ -82,7 +86,7 @@ class BadRecord:
 
 
 def list_bad_records(folder: Path, records: Iterable[tuple[str, BadRecord]]) -> None:
-    """Add records, each with the name of its source, to ``BAD_RECORDS`` in ``folder`` unless it has them."""
+    """Append records, each given with its source, to ``BAD_RECORDS`` in ``folder`` unless it has them."""
     lines = dict.fromkeys(json.dumps({"source": source, **asdict(bad)}) + "\n" for source, bad in records)
     if not lines:
         return
@@ -100,22 +104,22 @@ class TokenChunk:
     mask: Bools
     """Whether each of ``tokens`` is a target of the loss."""
     lengths: Ints
-    """Tokens per sequence."""
+    """Number of tokens of each sequence."""
     truncated: Bools
-    """Per sample: whether it was cut."""
+    """Per sample: whether it was truncated."""
     stop_trained: Bools
     """Per sample: whether the token that ends its last assistant turn is a target."""
     records: Ints
-    """Per sample: index of its record, from 0, among those that the chunk was made from."""
+    """Per sample: index of its record, from 0, among the records from which the chunk was made."""
     left_out: Counter[LeftOut]
     """Number of samples left out, by reason."""
     long_prompts: int = 0
-    """Samples, kept or left out, whose prompt without the answer is longer than ``data.max_length``."""
+    """Number of samples, kept or left out, whose prompt without the answer exceeds ``data.max_length``."""
     desirable: Bools | None = None
-    """Per sample of unpaired data: whether it is desirable. None for other data."""
+    """Per sample of unpaired data: whether it is desirable. None means other data."""
     margins: Floats | None = None
     """Per sample of ranked data: the margin that its loss subtracts from the difference of the scores. None
-    for other data."""
+    means other data."""
     bad: Sequence[BadRecord] = ()
     unread: Counter[str] = field(default_factory=Counter)
     """Number of records with a value in a field that is not read, by the field's name."""
@@ -143,16 +147,16 @@ class StoreMeta:
     """Number of records, including those that were left out."""
     unread: Counter[str] = field(default_factory=Counter)
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes of each file."""
+    """Size of each file in bytes, by the file's name."""
     checksums: dict[str, str] = field(default_factory=dict)
-    """Checksum of each file."""
+    """Checksum of each file, by the file's name."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read the file that ``write`` wrote.
 
         Raises:
-            CorruptTokenStore: if it is missing, damaged or of another version.
+            CorruptTokenStore: if the file is missing, damaged or of another version.
         """
         try:
             meta: Self = TypeAdapter(cls).validate_python(read_json(path))
@@ -166,13 +170,13 @@ class StoreMeta:
 
 @dataclass(frozen=True)
 class FilterResult:
-    """Which samples of a source are kept or truncated, and how many are left out."""
+    """The samples of a source that are kept or truncated, and the numbers of those that are left out."""
 
     format: str
     kept: Bools
     """Per sample: whether it is trained on."""
     truncated: Bools
-    """Per sample: whether it was cut."""
+    """Per sample: whether it is truncated."""
     stop_trained: Bools | None
     """Per sample: whether the token that ends its last assistant turn is a target. None means not known."""
     num_supervised: Ints
@@ -196,10 +200,11 @@ class WorkerLost(ConfigError):
 
 
 class StoreWriter:
-    """Writes a token store next to ``path``, and moves it to ``path`` if its ``with`` block raises no error.
+    """A writer of a token store, which is moved to ``path`` if the ``with`` block raises no error.
 
-    What is written survives a kill, except for the last ``_SAVE_S`` seconds: the next writer continues after
-    the first ``meta.records`` records. The caller holds a lock, so there is one writer per path.
+    Until then the store is a folder next to ``path``. If the process is killed, the tokens of at most
+    ``_SAVE_S`` seconds are lost: the next writer continues after the first ``meta.records`` records. The
+    caller holds a lock, so that there is one writer per path.
     """
 
     def __init__(
@@ -237,10 +242,10 @@ class StoreWriter:
         self._files = {name: HashedFile(self._folder / name, sizes.get(name, 0)) for name in names}
 
     def _continue(self, saved: StoreMeta) -> None:
-        """Open the files that a killed writer of the same store left, as they were at ``saved``.
+        """Open the files that a killed writer of the same store left, truncated to the sizes in ``saved``.
 
         Raises:
-            CorruptTokenStore: if they were damaged since.
+            CorruptTokenStore: if a file is missing or has been damaged.
         """
         try:
             self._open(saved.sizes)
@@ -339,7 +344,7 @@ class TokenStore:
         """Open the token store at ``path``.
 
         Raises:
-            CorruptTokenStore: if there is none, or part of it is missing.
+            CorruptTokenStore: if there is none, or if a file is missing or has the wrong size.
         """
         meta = StoreMeta.read(path / "meta.json")
         try:

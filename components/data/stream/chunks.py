@@ -14,12 +14,13 @@ from components.data.store.concat_store import ConcatTokens
 from components.data.store.token_store import BadRecord, TokenStore
 
 COMPLETE = "chunk.json"
-"""Name of the file that is written last into the folder of a chunk, with the sources that have samples."""
+"""Name of the file that lists the sources with samples in a chunk. It is the last file of a chunk that is
+written."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """How the records of a stream are divided into chunks, and the samples of a chunk into rows."""
+    """The division of the records of a stream into chunks, and of the samples of a chunk into rows."""
 
     options: tuple[str, ...]
     """The option that names each source."""
@@ -32,7 +33,7 @@ class Stream:
     def records(self, source: int, chunk: int) -> tuple[int, int]:
         """Return the numbers of the first record of ``source`` in ``chunk`` and of the one after the last.
 
-        They are counted from 0. A source that ends begins again, so that they have no upper limit.
+        Records are counted from 0. A source that ends begins again, so the numbers have no upper limit.
         """
         mean = self.records_per_chunk[source]
         return floor(chunk * mean), floor((chunk + 1) * mean)

@@ -20,12 +20,12 @@ from components.data.tokenize.workers import batched, encode_batches, end_with_p
 AHEAD = 2
 """Number of chunks that are made before rank 0 needs them."""
 FAILURE = "failure.json"
-"""Name of the file with the reason why there will be no further chunk."""
+"""Name of the file that says why the process will write no further chunk."""
 
 
 @dataclass(frozen=True)
 class StreamReader:
-    """The sources of a stream, and how their records become tokens."""
+    """The sources of a stream, and the encoder of their records."""
 
     stream: Stream
     sources: tuple[Source, ...]
@@ -34,7 +34,7 @@ class StreamReader:
 
 
 class SourceTokens:
-    """The tokens of one source from chunk ``first`` on, without end."""
+    """The tokens of one source of a stream, from chunk ``first`` on, without end."""
 
     def __init__(self, reader: StreamReader, source: int, first: int) -> None:
         self._stream, self._source = reader.stream, source
@@ -52,7 +52,7 @@ class SourceTokens:
         return with_kl_completions(piece, self._encoder.options) if unpaired else piece
 
     def write(self, path: Path, chunk: int) -> bool:
-        """Write the next chunk, which is number ``chunk``; return whether it has a sample."""
+        """Write the source's part of the next chunk, number ``chunk``; return whether it has a sample."""
         with new_writer(path, self._encoder, self._format) as writer:
             while writer.meta.records < self._stream.num_records(self._source, chunk):
                 writer.append(next(self._tokens))
@@ -86,7 +86,7 @@ def write_chunk(parts: Sequence[SourceTokens], place: Path, chunk: int) -> None:
 
 
 class Producer:
-    """A process that writes chunks into ``folder``. It ends with this process, or when it is closed."""
+    """A process that writes chunks into ``folder`` until it is closed or the process that created it ends."""
 
     def __init__(self, reader: StreamReader, folder: Path) -> None:
         self._reader, self._folder = reader, folder
@@ -94,7 +94,7 @@ class Producer:
         shutil.rmtree(folder, ignore_errors=True)  # what a killed run left
 
     def start(self, first: int) -> None:
-        """Start the process with requests for chunk ``first`` and ``AHEAD - 1`` more, unless it runs."""
+        """Start the process unless it is running, and request chunk ``first`` and ``AHEAD - 1`` more."""
         if self._process is not None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ class Producer:
 
 
 def _produce(reader: StreamReader, folder: Path, first: int, requests: Connection) -> None:
-    """Write a chunk for each request, until no more requests come."""
+    """Write a chunk for each request until the connection is closed, or write ``FAILURE`` after an error."""
     end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets this signal too, and ends this process
     with ExitStack() as stack:

@@ -30,8 +30,9 @@ _NAMED = 10  # bad records of a chunk that the log names
 class StreamLoader:
     """A ``components.contracts.data.DataLoader`` of a stream.
 
-    A batch consists of the next rows, of several chunks if necessary. The position of a step is found by
-    walking through the steps from one whose position is known; a checkpoint has that of its next step.
+    A global batch consists of the next rows of the stream, if necessary from several chunks. The position of
+    a step is computed step by step from one whose position is known; a checkpoint stores the position of its
+    next step.
     """
 
     def __init__(
@@ -71,11 +72,11 @@ class StreamLoader:
         return self.batch(step).sample_ids()
 
     def epoch(self, step: int) -> float | None:  # noqa: ARG002
-        """Return None, as a stream has no epochs."""
+        """Return None, because a stream has no epochs."""
         return None
 
     def largest_microbatch(self) -> tuple[int, int]:
-        """Return the step and the index of the longest micro-batch of the first chunk."""
+        """Return the step and the index of the micro-batch with the most tokens in the first chunk read."""
         chunk, row = self._starts[self._first]
         rows, size = self._shard.global_batch_size, self._shard.micro_batch_size
         plan = self._chunk(chunk).plan
@@ -88,7 +89,10 @@ class StreamLoader:
         return self._first + step, place // self._shard.dp_size
 
     def advance(self, step: int) -> list[int]:
-        """Delete the chunks of steps long past, and return the chunk and the row at which ``step`` begins."""
+        """Delete the chunks that only steps before ``step - _KEPT_STEPS`` need.
+
+        Returns the chunk and the row at which ``step`` begins.
+        """
         oldest = max(step - _KEPT_STEPS, min(self._starts))
         for past in [known for known in list(self._starts) if known < oldest]:
             self._starts.pop(past)
@@ -105,7 +109,11 @@ class StreamLoader:
             self._producer.close()
 
     def batch(self, step: int) -> GlobalBatch:
-        """Return the rows of a step, after waiting for the chunks that have them."""
+        """Return the global batch of ``step``, after waiting for its chunks if necessary.
+
+        Raises:
+            NonRetryableError: if the chunks cannot be made, or the loader was closed.
+        """
         found = self._batches.get(step)
         if found is not None:
             return found
@@ -116,7 +124,7 @@ class StreamLoader:
             return self._batches[step]
 
     def _read(self, step: int) -> GlobalBatch:
-        """Return the rows of a step whose start is known, and note the start of the next one."""
+        """Return the global batch of a step whose position is known; store the position of the next step."""
         assert self._first <= step < self.num_steps, (self._first, step, self.num_steps)
         chunk, row = self._starts[step]
         left, parts = self._shard.global_batch_size, []

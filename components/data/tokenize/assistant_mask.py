@@ -6,10 +6,11 @@ texts are compared:
 * a turn begins at the end of the rendering of the messages before it, with the generation prompt;
 * it ends at the end of the rendering up to and including the turn, without trailing whitespace.
 
-Both renderings must be prefixes of the whole text. They are not if a template writes a turn differently once
-more turns follow (it drops earlier reasoning, or moves the tools). Then a probe character is put at the edge
-of the turn's content, and is used only if the whole text is otherwise unchanged. If both methods fail, an
-error is raised. The text is never searched, so an answer that looks like a header is not mistaken for one.
+Both renderings must be prefixes of the whole text. They are not if the template writes a turn differently
+when more turns follow (it drops earlier reasoning, or moves the tools). Then a probe character is inserted at
+the edge of the turn's content, and its position is used only if the whole text is otherwise unchanged. If
+both methods fail, an error is raised. The text is never searched for headers, so an answer that looks like a
+header is not mistaken for one.
 """
 
 import re
@@ -61,7 +62,11 @@ class Template:
     origin: str
 
     def render(self, messages: list[Message], *, prompt: bool = False) -> str:
-        """Return the text of the messages; if ``prompt``, the header of an assistant turn follows it."""
+        """Return the text of the messages; if ``prompt``, it ends with the header of an assistant turn.
+
+        Raises:
+            RecordError: if the template refuses the messages or fails.
+        """
         try:
             with limited_memory(), limited_time():
                 return self.tokenizer.apply_chat_template(
@@ -72,7 +77,11 @@ class Template:
             raise self.error(f"refuses this conversation ({reason})") from error
 
     def conversation(self, messages: list[Message]) -> "Conversation":
-        """Tokenise the whole text. No special token is added to those that the template wrote."""
+        """Render and tokenise ``messages``, adding no special token to those that the template writes.
+
+        Raises:
+            RecordError: if the template refuses the messages or ignores a part of them.
+        """
         text = self.render(messages)
         self.check_reads(messages, text)
         out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -81,8 +90,9 @@ class Template:
     def check_reads(self, messages: list[Message], text: str, *, prompt: bool = False) -> None:
         """Raise RecordError if ``text``, the result of ``render``, lacks a turn, the tools or the tool calls.
 
-        They are rendered again without one of these: if the text stays the same, the template drops it. The
-        text of a turn that calls tools is an exception, because some models never write it.
+        The messages are rendered again with one of these removed or changed: if the text stays the same, the
+        template ignores it. Only the content of a turn that calls tools may be missing, because some models
+        never write such a content.
         """
 
         def drops(changed: list[Message], template: Template = self) -> bool:
@@ -120,7 +130,7 @@ class Conversation:
     text: str
     input_ids: list[int]
     offsets: list[Span]
-    """The characters that each token covers."""
+    """The span of characters that each token covers."""
 
 
 Conversational = ChatSample | PreferenceSample | UnpairedSample
@@ -194,7 +204,11 @@ def _start(chat: Conversation, turn: int) -> int | None:
 
 
 def _before_answer(chat: Conversation, turn: int, prompt: str) -> str:
-    """Return the text before a plain answer. Whitespace after the prompt belongs to the answer."""
+    """Return the text that the template writes before an assistant turn that has only content.
+
+    If the template adds nothing but whitespace to ``prompt``, ``prompt`` is returned, because such whitespace
+    belongs to the answer.
+    """
     probed = chat.template.render([*chat.messages[:turn], {"role": "assistant", "content": _PROBE}])
     before, probe, _ = probed.partition(_PROBE)
     is_header = not before.startswith(prompt) or before[len(prompt) :].strip()
@@ -202,7 +216,7 @@ def _before_answer(chat: Conversation, turn: int, prompt: str) -> str:
 
 
 def _end(chat: Conversation, turn: int) -> int | None:
-    """Return the end of the stop token, or None if the rendered texts do not determine it."""
+    """Return the end of the turn's stop token. None means that the rendered texts do not determine it."""
     last = turn == len(chat.messages) - 1
     through = chat.text if last else chat.template.render(chat.messages[: turn + 1])
     if chat.text.startswith(through.rstrip()):
@@ -216,7 +230,7 @@ def _end(chat: Conversation, turn: int) -> int | None:
 
 
 def _edge(chat: Conversation, turn: int, *, at_end: bool) -> int | None:
-    """Return where the content of a turn begins or ends, or None if a probe there changes other text."""
+    """Return where the content of a turn begins or ends. None means that a probe there changes other text."""
     message = _probed(chat.messages[turn], at_end=at_end)
     probed = chat.template.render([*chat.messages[:turn], message, *chat.messages[turn + 1 :]])
     return probed.index(_PROBE) if probed.replace(_PROBE, "", 1) == chat.text != probed else None
@@ -235,8 +249,11 @@ def _probed(message: Message, *, at_end: bool) -> Message:
 def _marked(chat: Conversation, num_turns: int) -> list[Span]:
     """Return the spans between generation marks, in characters, one for each assistant turn.
 
-    They come from the renderer, because ``apply_chat_template`` returns them in tokens and loses the last
-    bytes of an emoji.
+    ``render_jinja_template`` gives the spans, because ``apply_chat_template`` converts them to tokens and
+    loses the last bytes of an emoji.
+
+    Raises:
+        RecordError: if the number of spans is not ``num_turns``.
     """
     template = chat.template
     [text], [marked] = render_jinja_template(
@@ -259,9 +276,10 @@ def _marked(chat: Conversation, num_turns: int) -> list[Span]:
 
 
 def _with_stop(chat: Conversation, turn: int, marked: Span) -> Span:
-    """Return a marked span with its end moved behind the stop token.
+    """Return a marked span with its end moved to the end of the stop token.
 
-    Many templates end the mark before the stop token, some after the line break that follows it.
+    Many templates end the mark before the stop token, and some after the line break that follows this token.
+    If there is anything else between the two ends, the span is unchanged.
     """
     start, stop = marked
     end = _end(chat, turn)
@@ -278,7 +296,10 @@ def _is_blank(chat: Conversation, token: int) -> bool:
 
 
 def token_span(chat: Conversation, span: Span) -> Span:
-    """Return the tokens of a span of characters. One that begins before it is partly prompt and left out."""
+    """Return the span of tokens for a span of characters.
+
+    A token that begins before the span of characters is left out, because it is partly prompt.
+    """
     start, end = span
     first = bisect_left(chat.offsets, (start, start + 1))
     stop = bisect_left(chat.offsets, (end, end), lo=first)

@@ -1,6 +1,6 @@
 """Tokenise samples and mark the targets.
 
-In a conversation these are by default only the assistant turns with their stop tokens.
+The targets of a conversation are by default only the assistant turns with their stop tokens.
 
 The text is rendered by the tokenizer's own chat template; ``assistant_mask`` locates the turns in it.
 """
@@ -112,9 +112,9 @@ def _plain_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield pieces of a long text whose tokens are those of the text.
+    """Yield pieces of a long text that, tokenised one by one, give the tokens of the whole text.
 
-    A tokenizer needs more than a hundred times the memory of the text that it is given at once.
+    To tokenise a text at once takes more than a hundred times the memory of the text.
     """
     start = 0
     while len(text) - start > 2 * _PIECE:
@@ -148,7 +148,7 @@ def _document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[
 
 
 def _encode_segments(sample: SegmentsSample, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    """Encode each segment by itself. No special token is added to those in the texts."""
+    """Encode each segment by itself, adding no special token to those in the texts."""
     input_ids: list[int] = []
     mask: list[bool] = []
     for text, trained in sample.segments:
@@ -164,8 +164,8 @@ def _encode_completions(
 ) -> list[Encoded]:
     """Encode as TRL does: the completions, each with an end-of-sequence token, are targets.
 
-    They begin at the first position at which the tokens of any of the texts differ from those of the prompt,
-    tokenised by itself.
+    The targets begin at the first position at which the tokens of the prompt with any of the completions
+    differ from those of the prompt by itself. An empty completion has no targets.
     """
     eos, alone = tokenizer.eos_token or "", tokenizer(prompt, verbose=False)["input_ids"]
     texts = (prompt + text.removesuffix(eos) + eos for text in completions)
@@ -200,7 +200,7 @@ def _with_shared_prompt(pair: list[Encoded]) -> list[Encoded]:
 def _encode_chat(sample: ChatSample, template: Template, whole: bool) -> Encoded:
     """Encode a conversation.
 
-    If every token is a target (``whole``), no turn has to be located, and any template will do.
+    If every token is a target (``whole``), the turns are not located, so the template need not allow that.
     """
     if whole:
         chat = template.conversation(sample.messages)

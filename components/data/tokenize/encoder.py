@@ -22,7 +22,7 @@ from components.data.tokenize.truncation import LongSamples, fit
 
 @dataclass(frozen=True)
 class KLPair:
-    """A record of unpaired data, and the completion of another one, its mismatched answer."""
+    """A record of unpaired data with the completion of another record as its mismatched answer."""
 
     record: Record | Sample
     kl_completion: Turns
@@ -34,10 +34,11 @@ EncoderInput = tuple[Record | Sample | KLPair | Unreadable, str]
 def with_kl_completions(
     items: Iterable[tuple[Record | Sample | Unreadable, str]], options: RecordOptions
 ) -> Iterator[EncoderInput]:
-    """Pair each record with the next one, and the last with the first: the same pairs in every layout.
+    """Pair each record with the completion of the next one, and the last record with that of the first.
 
-    Records that cannot be read are in no pair and keep their places. The next record is here the next one
-    whose answer is not empty; a record with an empty answer is left out later.
+    The pairs are the same in every layout. The next record is here the next one whose answer is not empty; a
+    record with an empty answer is left out later. Records that cannot be read are in no pair and keep their
+    places.
     """
     held: list[EncoderInput] = []
     first: Turns | None = None
@@ -62,7 +63,7 @@ def _completion(item: Record | Sample, options: RecordOptions, origin: str) -> T
 
 
 def says_something(completion: Turns) -> bool:
-    """Return whether an answer has anything to train on."""
+    """Return whether an answer has text or tool calls to train on."""
     if isinstance(completion, str):
         return bool(completion.strip())
     return any(turn["content"].strip() or "tool_calls" in turn for turn in completion)
@@ -92,22 +93,23 @@ class EncodeResult:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns batches of items into chunks of tokens, in this process or in a worker."""
+    """A function from batches of items to chunks of tokens, for this process or a worker."""
 
     tokenizer: PreTrainedTokenizerBase
     kind: SampleKind
     max_length: int | None
-    """Tokens to which sequences are limited. None means any length."""
+    """Maximum number of tokens of a sequence. None means any length."""
     long_samples: LongSamples
     train_on_prompt: bool
     options: RecordOptions = field(default_factory=RecordOptions)
-    """How records become samples. Not read for items that are samples."""
+    """Options by which records become samples. They do not apply to items that are samples already."""
 
     def __call__(self, items: Sequence[EncoderInput]) -> TokenChunk:
-        """Encode some items.
+        """Return the chunk of tokens of ``items``.
 
         Raises:
-            ConfigError: if an item cannot be encoded. ``data.on_bad_record=skip`` leaves out bad records.
+            ConfigError: if an item cannot be encoded. With ``data.on_bad_record=skip``, bad records are left
+                out instead.
         """
         results = [self._result(item, origin) for item, origin in items]
         encoded = [result for result in results if not isinstance(result, BadRecord)]
@@ -173,7 +175,7 @@ class Encoder:
         return sample, [*unread, *self._unread_by_template(item)]
 
     def _unread_by_template(self, record: Record) -> Iterator[str]:
-        """Yield the fields of messages that some chat templates read, and that of this tokenizer does not."""
+        """Yield the reasoning fields of messages that the chat template of the tokenizer does not read."""
         source = str(self.tokenizer.chat_template)
         for name, value in record.items():
             turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []

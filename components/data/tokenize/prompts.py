@@ -1,4 +1,4 @@
-"""Prompts to complete, from files of records to tokens."""
+"""Prompts for completions, read from files of records and tokenised."""
 
 from dataclasses import dataclass
 
@@ -51,7 +51,10 @@ class Prompt:
         return chat
 
     def completed(self, completion: Json) -> Json:
-        """Return the record with its completion; fields of the same names become ``record_NAME``."""
+        """Return the fields of the record and of ``completion``, as one object.
+
+        Fields of the record whose names are also in ``completion`` become ``record_NAME``.
+        """
         own = {name: value for name, value in self.record.items() if name not in completion}
         for name in completion.keys() & self.record.keys():
             other = f"record_{name}"

@@ -1,7 +1,7 @@
 """Limits for chat templates, which are third-party code: memory, time, and the size of numbers.
 
-The sandbox of transformers limits what a template may read and the length of a range, but neither text that
-is made by multiplication, nor powers and nested loops, which keep Python busy for hours.
+The sandbox of transformers limits what a template may read and the length of a range. It limits neither text
+that is made by multiplication, nor powers and nested loops, which can take hours.
 """
 
 import os
@@ -20,9 +20,9 @@ from transformers.utils import chat_template_utils
 
 GIB = 2**30
 RENDER_BYTES = 4 * GIB
-"""Memory that one rendering may add to that of the process."""
+"""Maximum number of bytes that one rendering may add to the memory of the process."""
 RENDER_SECONDS = 20.0
-"""Processor time that one rendering may take; usual ones take a millisecond."""
+"""Maximum processor time of one rendering, in seconds. Usual renderings take a millisecond."""
 NUMBER_BITS = 2**16
 DATA_COLUMN = 5
 """Column of /proc/self/statm with the memory that RLIMIT_DATA counts, in pages."""
@@ -48,7 +48,10 @@ chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
 
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    """Raise TemplateRuntimeError if the body needs more than ``RENDER_BYTES``. Only Linux has this limit."""
+    """Raise TemplateRuntimeError if the body needs more than ``RENDER_BYTES``.
+
+    There is no limit on other systems than Linux.
+    """
     if sys.platform != "linux":
         yield
         return
@@ -67,7 +70,10 @@ def limited_memory() -> Iterator[None]:
 
 @contextmanager
 def limited_time() -> Iterator[None]:
-    """Raise TemplateRuntimeError if the body takes more than ``RENDER_SECONDS``; only in the main thread."""
+    """Raise TemplateRuntimeError if the body takes more than ``RENDER_SECONDS`` of processor time.
+
+    There is no limit outside of the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

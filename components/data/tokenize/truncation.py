@@ -11,12 +11,12 @@ LongSamples = Literal["truncate", "drop"]
 def fit(
     encoded: list[Encoded], max_length: int | None, long_samples: LongSamples, *, end_of_prompt: bool = False
 ) -> list[Encoded] | None:
-    """Return the sequences of one sample, truncated to ``max_length``, or None if it is dropped.
+    """Return the sequences of one sample, truncated to ``max_length``. None means that the sample is dropped.
 
     If all of them fit, the same list is returned. A document or a conversation keeps its beginning. A pair
-    keeps its answers and the end of its prompt: the prompt loses as many tokens as the longer answer needs,
-    the same in both sequences, but keeps its last token; an answer that is still too long loses its end.
-    ``end_of_prompt`` applies this to a single sequence too.
+    keeps its answers and the end of its prompt: the prompt loses as many of its first tokens as the longer
+    answer needs, the same in both sequences, but keeps its last token; an answer that is still too long loses
+    its end. With ``end_of_prompt``, the rule for pairs applies to a single sequence, too.
     """
     if max_length is None or all(len(one.input_ids) <= max_length for one in encoded):
         return encoded

@@ -1,4 +1,4 @@
-"""Tokenise sources into token stores: in parallel if it pays, in constant memory, once per content."""
+"""Tokenise sources into token stores: in parallel if they are large, in constant memory, once per content."""
 
 import ast
 import ctypes
@@ -62,9 +62,10 @@ def encode_batches(
     *,
     patience_s: float = _PATIENCE_S,
 ) -> Generator[TokenChunk]:
-    """Yield a chunk per batch, in order. The batches are read only a little ahead.
+    """Yield a chunk per batch, in order.
 
-    Workers are started if more is left after ``patience_s`` seconds of encoding in this process.
+    The batches are read only a little ahead. Workers are started if more is left after ``patience_s`` seconds
+    of encoding in this process.
     """
     spent = 0.0
     for batch in batches:
@@ -80,7 +81,7 @@ def encode_batches(
 def batched(items: Iterator[EncoderInput]) -> Iterator[list[EncoderInput]]:
     """Group items into batches of at most ``_BATCH`` items.
 
-    A batch also ends after ``_BATCH_CHARS`` characters, so that only one long item is in memory.
+    A batch also ends after ``_BATCH_CHARS`` characters, so that it has at most one long item.
     """
     batch: list[EncoderInput] = []
     num_chars = 0
@@ -145,7 +146,7 @@ def _start_worker(encoder: Encoder) -> None:
 
 
 def end_with_parent() -> None:
-    """Make this process end with its parent process, and leave Ctrl-C to the parent."""
+    """Make this process end when its parent process ends, and ignore Ctrl-C, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # ends the worker even while a tokenizer holds the lock of the interpreter
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -155,7 +156,7 @@ def end_with_parent() -> None:
 def _end_with_parent() -> None:
     """Exit when the parent ends.
 
-    A worker holds both ends of the pool's queue, so it would wait forever if the parent was killed.
+    A worker holds both ends of the pool's queue, so it would wait forever if the parent were killed.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -235,7 +236,7 @@ def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int)
 
 
 def new_writer(path: Path, encoder: Encoder, format: str) -> StoreWriter:
-    """Return a writer of the tokens of ``encoder``."""
+    """Return a writer of a token store for the chunks of ``encoder``."""
     return StoreWriter(
         path,
         vocab_size=encoder.vocab_size(),
@@ -276,9 +277,9 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _own_code(source: Source) -> str:
-    """Return the text of the user's modules that decide about the samples of a source.
+    """Return the source code of the user's modules on which the samples of a source depend.
 
-    These are the module of its class or of its ``convert``, and those that it imports, unless they are
+    These are the modules of its class and of its ``convert``, and those that they import, unless they are
     installed packages.
     """
     names = [type(source).__module__]
@@ -297,7 +298,7 @@ def _own_code(source: Source) -> str:
 
 
 def _imports(text: str, package: str) -> Iterator[str]:
-    """Yield the names of what a module of ``package`` with this text may import, modules or not."""
+    """Yield the dotted names of all that a module of ``package`` with the source ``text`` imports."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -308,7 +309,7 @@ def _imports(text: str, package: str) -> Iterator[str]:
 
 
 def _is_users(module: str) -> bool:
-    """Return whether a module is neither of this package nor of an installed one or of Python itself."""
+    """Return whether a module is the user's: not of this package, an installed package or Python itself."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or module.partition(".")[0] == __name__.partition(".")[0]:
         return False
@@ -321,7 +322,7 @@ def _is_users(module: str) -> bool:
 def _code() -> list[str]:
     """Return a digest of the code that makes tokens, and the versions of its libraries.
 
-    With these in the name of a store, no version number has to be maintained.
+    The name of a store depends on them, so no version number has to be maintained.
     """
     folder = Path(__file__).parents[1]
     own = [folder / name for name in ("data_sources.py", "demo.py", "store/token_store.py")]

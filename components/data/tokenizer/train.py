@@ -1,6 +1,7 @@
 """Make the files of this folder: ``python -m components.data.tokenizer.train [FOLDER]``.
 
-A byte-level BPE over the train split of the embedded data. The same Python gives the same bytes.
+They are a byte-level BPE tokenizer, trained on the train split of the embedded data. The same version of
+Python gives the same bytes.
 """
 
 import sys
@@ -33,7 +34,7 @@ def corpus() -> Iterator[str]:
 def train_tokenizer() -> Tokenizer:
     """Train a tokenizer of 8192 tokens, including the three special ones.
 
-    Text is split as by GPT-2, and every digit is separate.
+    Text is split into words as by GPT-2, and every digit is a word of its own.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -52,7 +53,10 @@ def train_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
-    """Write the files that ``AutoTokenizer`` reads. The stop token of turns also ends documents."""
+    """Write the files that ``AutoTokenizer`` reads.
+
+    The token that ends a turn is also the end-of-sequence token.
+    """
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

@@ -16,19 +16,19 @@ def mixtral(name: str) -> str:
 
 
 def file_names(model_type: str) -> Rename:
-    """Return the function from our tensor names to those in the files of ``model_type``."""
+    """Return the function from tensor names in memory to those in the files of ``model_type``."""
     return mixtral if model_type == "mixtral" else lambda name: name
 
 
 def module_name(name: str, model_type: str) -> str:
-    """Return the name that a module has in files, given its full name or the last part of it."""
+    """Return the name of a module in files, given its full name in memory or the last part of that name."""
     if model_type == "mixtral" and name in MIXTRAL:
         return MIXTRAL[name]
     return file_names(model_type)(f"{name}.").removesuffix(".")
 
 
 def our_name(name: str, model_type: str) -> str:
-    """Return our module name for a name in files, the inverse of ``module_name``."""
+    """Return the name of a module in memory, given its name in files; the inverse of ``module_name``."""
     if model_type != "mixtral":
         return name
     leaves = {theirs: ours for ours, theirs in MIXTRAL.items()}

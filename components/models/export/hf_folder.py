@@ -22,7 +22,7 @@ from components.models.export.hf_file_names import file_names
 SHARD_BYTES = 4 * 2**30
 
 Sizes = dict[str, int]
-"""Bytes of each tensor in a file, by name."""
+"""Size of each tensor in a file, in bytes, by the tensor's name."""
 
 
 def export_folder(
@@ -33,12 +33,13 @@ def export_folder(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write config.json and safetensors files of at most ``shard_bytes`` (or one tensor).
+    """Write a model folder: config.json, and safetensors files of at most ``shard_bytes`` or of one tensor.
 
-    Every rank calls this function with the tensors that it writes (Hugging Face name, whole tensor in the
-    ``stored_dtype`` of ``dtype``). Over all ranks each tensor comes once, tied ones under one name. ``path``
-    is on a filesystem that all ranks share. The folder is complete when any rank returns. Iterating over
-    ``tensors`` may be collective: every rank consumes all of its own.
+    Every rank calls this function with the tensors that it writes: their Hugging Face names, and full
+    (unsharded) tensors in the ``stored_dtype`` of ``dtype``. Each tensor is written by one rank only, and a
+    tied tensor under one name only. ``path`` is on a filesystem that all ranks share. The folder is complete
+    when the function returns on any rank. Every rank iterates over all of its ``tensors``, which may involve
+    collectives.
     """
     path.mkdir(parents=True, exist_ok=True)
     rename = file_names(spec.config().model_type)
@@ -68,7 +69,10 @@ def rank() -> int:
 
 
 def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) -> list[tuple[Path, Sizes]]:
-    """Write files under temporary names, because the final names contain the number of files."""
+    """Write safetensors files of at most ``limit`` bytes or of one tensor, and return them with their sizes.
+
+    Their names are temporary, because the final names contain the number of files of all ranks.
+    """
     shards = []
     for number, shard in enumerate(sharded(tensors, limit)):
         file = path / f".shard-{rank()}-{number}"
@@ -78,7 +82,11 @@ def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) 
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file of ``tensors``, or raise OSError, as other writers do, if the disk fails."""
+    """Write a safetensors file of ``tensors``.
+
+    Raises:
+        OSError: if the operating system reports an error. safetensors raises SafetensorError instead.
+    """
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -102,7 +110,7 @@ def sharded(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
 
 
 def name_shards(path: Path, shards: list[tuple[Path, Sizes]]) -> None:
-    """Rename the files as transformers expects them, and write the index if there are several."""
+    """Rename the files to the names that transformers expects, and write the index if there are several."""
     for file, _ in shards:  # safetensors lets only the owner read its files
         shutil.copymode(path / CONFIG_NAME, file)
     if len(shards) == 1:

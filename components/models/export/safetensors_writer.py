@@ -52,7 +52,7 @@ def stream_folder(
 def stream_file(
     path: Path, shapes: Mapping[str, torch.Size], source: Callable[[str], Tensor], dtype: torch.dtype
 ) -> None:
-    """Write the tensors ordered by dtype (widest first), then by name."""
+    """Write a safetensors file, in which tensors are ordered by dtype (widest first), then by name."""
     dtypes = {name: stored_dtype(name, dtype) for name in shapes}
     sizes = {name: size_of(shape, dtypes[name]) for name, shape in shapes.items()}
     names = sorted(sizes, key=lambda name: (-dtypes[name].itemsize, name))
