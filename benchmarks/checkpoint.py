@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def measure(engine_name: str, ranks: int, parameters: int, folder: Path, turns: int) -> Mapping[str, Any]:
-    """Measure and return the results of this rank; all ranks call this function together."""
+    """Time saves and loads, measure the peak memory, and return the results; all ranks call this together."""
     engine = build(engine_name, ranks, parameters)
     rank, count = dist.get_rank(), engine.describe()["parameters"]
     state, taken = BYTES * count, dict[str, list[float]]()

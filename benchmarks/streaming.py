@@ -124,7 +124,7 @@ def killed_at_its_checkpoint(source: Path, folder: Path, steps: int) -> Path:
 
 
 def measure(size: int, steps: int, folder: Path) -> dict[str, object]:
-    """Train and resume the runs in ``folder``, and return the comparison."""
+    """Train a whole run, kill and resume another one, and return how far the curves are apart."""
     source = folder / "source"
     source.mkdir()
     records = write_source(source, size)

@@ -130,8 +130,8 @@ class CosineMinLR(Decay):
 class InverseSqrt(Scheduler):
     """``peak * sqrt(warmup_steps / step)``, at least ``min_lr`` (Vaswani et al., 2017).
 
-    Without a warmup the rate is ``peak / sqrt(step)``, as in Megatron; the default of transformers would be
-    ``timescale=10000``.
+    Without a warmup the rate is ``peak / sqrt(step)``, as in Megatron; transformers would then use its own
+    default, ``timescale=10000``.
     """
 
     decay_steps: int | None = None

@@ -14,6 +14,7 @@ from runner.commands.import_config import hydra_value
 from runner.config.command_line import is_sweep
 from runner.config.unknown_keys import check_long_options
 from runner.launch.cuda_env import set_cuda_defaults
+from runner.launch.run_dir import read_run_config
 from runner.launch.run_record import RunRecord
 
 
@@ -62,4 +63,6 @@ def train(experiment: Sequence[str] | Mapping[str, object] = ()) -> TrainResult:
         raise ConfigError(f"runner.api.train: {' '.join(words)} is not one run to train; leave out the rest.")
     record, export = RunRecord.read(folders[0]), folders[0] / "export"
     assert record.ended is not None
-    return TrainResult(folders[0], record.ended, record.results.last, export if export.is_dir() else None)
+    exports = record.ended == "completed" and read_run_config(folders[0])["run"].get("export")
+    written = export if exports and export.is_dir() else None
+    return TrainResult(folders[0], record.ended, record.results.last, written)

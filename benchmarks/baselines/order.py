@@ -1,4 +1,4 @@
-"""The samples of each step of this runner, for programs that can train on given samples."""
+"""The samples of every step of a run, in order, for other programs that can train on given samples."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Rank functions of a memory measurement, and the ways to count bytes."""
+"""Functions that run on each rank of a memory measurement, and the ways to count bytes."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -59,10 +59,10 @@ def measure(
 
 
 def on_cpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
-    """Return the peak, during ``measured``, of the bytes that torch's profiler records as not freed.
+    """Return the peak of the allocated bytes during ``measured``, according to torch's profiler.
 
-    The profiler does not record blocks that gloo's threads free. Such a block counts as freed when its
-    address is allocated again, and counts until the end if it is not.
+    The profiler does not record that gloo's threads free a block. Such a block counts until its address is
+    allocated again, or else until the end.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         begin()

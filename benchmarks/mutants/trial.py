@@ -34,7 +34,8 @@ class Outcome(NamedTuple):
     passed: int = 0
     """Number of tests that passed."""
     stopped: str = ""
-    """ "hang" if the killer did not end; "limit" if not all tests ran, because the time was up."""
+    """Why pytest was stopped: "hang" if the killer did not end, "limit" if the time was up before all tests
+    had run. "" means that it was not stopped."""
 
 
 class Tree:

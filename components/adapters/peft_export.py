@@ -56,7 +56,7 @@ def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, 
 
 
 def with_initial(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the trained A and B of pissa, joined with the initial ones, whose product is subtracted."""
+    """Return a pissa adapter's tensors with ``[A; A0]`` for each A and ``[B, -B0]`` for each B."""
     joined = {name: tensor for name, tensor in tensors.items() if f".{INITIAL}." not in name}
     for name in joined:
         if name.endswith(A):

@@ -204,7 +204,7 @@ class Batch:
         return {name: values for name in names if (values := getattr(self, name)) is not None}
 
     def _by_sequence(self, keep: Tensor) -> Fields:
-        """Return the kept entries of the tensors ``[S]``, by name."""
+        """Return the tensors with one entry per sequence, by name, reduced to the kept sequences."""
         names = ("seqlens", "sequence_keys", "pair_index", "margins", "sequence_labels")
         return {name: values[keep] for name in names if (values := getattr(self, name)) is not None}
 

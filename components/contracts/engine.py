@@ -19,8 +19,8 @@ Kernels = Literal["auto", "torch", "liger"]
 """The implementation of norms and MLPs: torch, liger-kernel, or the better one for the device."""
 
 Reference = Literal["none", "frozen", "adapter_off"]
-"""The model with which an engine computes reference passes: none, a second, frozen model, or its own model
-while dropout and the adapter (if there is one) are switched off."""
+"""The model that computes reference passes: none, a second model that is frozen, or the engine's own model
+with dropout and the adapter (if there is one) switched off."""
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,13 @@ def check_model(model: PreTrainedModel) -> None:
             raise ConfigError(
                 f"model: {kind} cannot be built without its data: {name} does not support the meta device."
             )
+    parts = (model.base_model, model.get_output_embeddings() or model)
+    known = {id(parameter) for part in parts for parameter in part.parameters()}
+    if left := [name for name, parameter in parameters.items() if id(parameter) not in known]:
+        raise ConfigError(
+            f"model: {kind} computes its logits with {left[0]}, between its last block and its vocabulary "
+            "head; the engines apply that head only. Choose another model."
+        )
 
 
 def check_chosen(config: PreTrainedConfig) -> None:

@@ -19,7 +19,8 @@ class WeightGroup:
     lr: float | None = None
     """Peak learning rate, with the schedule of ``optimizer.lr``. None means ``optimizer.lr``."""
     weight_decay: float | None = None
-    """Weight decay, also of vectors. None means ``optimizer.weight_decay``, or 0 for vectors."""
+    """Weight decay, which also applies to matching vectors (biases and norms). None means
+    ``optimizer.weight_decay``, or 0 for vectors."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

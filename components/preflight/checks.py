@@ -311,7 +311,7 @@ def check_shared_prompt(share_prompt: bool, layout: ParallelismSpec) -> None:
 
 
 def check_neftune(alpha: float, share_prompt: bool) -> None:
-    """Raise ConfigError if the noise of a sequence would be shared by two answers."""
+    """Raise ConfigError if NEFTune is used with shared prompts: two answers would share a prompt's noise."""
     if alpha and share_prompt:
         raise ConfigError(
             "model.neftune_alpha: two answers of one prompt would share its noise (data.share_prompt); use "

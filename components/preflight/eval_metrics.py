@@ -24,26 +24,43 @@ class NoModel:
         return list(values)
 
 
+def metric_names(loss: Loss) -> list[str]:
+    """Return the names of the metrics that evaluations with ``loss`` report, without their set."""
+    empty = Batch.empty(0, pairs=loss.kind in PAIRS, unpaired=loss.kind == "unpaired")
+    (batch,) = loss.prepare([empty], NoModel())
+    zeros = torch.zeros(batch.labels.shape)
+    output = loss(TokenStats(zeros, **dict.fromkeys(loss.requires, zeros)), batch)
+    return list(dict.fromkeys(("loss", *list(output.terms)[1:], *output.metrics)))
+
+
+def evaluation_set(metric: str, names: Collection[str]) -> str | None:
+    """Return the evaluation set of ``metric``: ``eval``, which stands for all, or ``eval/NAME``.
+
+    Names of metrics may have slashes, and those of sets have none. None means that no metric of ``names`` is
+    meant.
+    """
+    for name in sorted(names, key=len, reverse=True):
+        found = metric.removesuffix(f"/{name}")
+        if found != metric and found.split("/")[0] == "eval" and found.count("/") < 2:
+            return found
+    return None
+
+
 def check_watched_metric(metric: str, loss: Loss, key: str) -> None:
     """Raise ConfigError, naming ``key``, if evaluations with ``loss`` do not report ``metric``.
 
     ``metric`` may be that of a named evaluation set, such as ``eval/NAME/loss``. Names of sets are checked
     later, when the data has been read.
     """
-    empty = Batch.empty(0, pairs=loss.kind in PAIRS, unpaired=loss.kind == "unpaired")
-    (batch,) = loss.prepare([empty], NoModel())
-    zeros = torch.zeros(batch.labels.shape)
-    output = loss(TokenStats(zeros, **dict.fromkeys(loss.requires, zeros)), batch)
-    known = [f"eval/{name}" for name in dict.fromkeys(("loss", *list(output.terms)[1:], *output.metrics))]
-    first, _, last = metric.partition("/")
-    if f"{first}/{last.rpartition('/')[2]}" not in known:
-        raise ConfigError(f"{key}: evaluations do not report {metric!r}; use one of {', '.join(known)}.")
+    names = metric_names(loss)
+    if evaluation_set(metric, names) is None:
+        known = ", ".join(f"eval/{name}" for name in names)
+        raise ConfigError(f"{key}: evaluations do not report {metric!r}; use one of {known}.")
 
 
-def check_watched_set(metric: str, sets: Collection[str], key: str) -> None:
+def check_watched_set(metric: str, loss: Loss, sets: Collection[str], key: str) -> None:
     """Raise ConfigError, naming ``key``, if ``metric`` belongs to an evaluation set not in ``sets``."""
-    of = metric.rpartition("/")[0]
-    if of not in ("eval", *sets):
+    if evaluation_set(metric, metric_names(loss)) not in ("eval", *sets):
         known = dict.fromkeys(("eval", *sets))
         raise ConfigError(
             f"{key}: {metric!r} is of an evaluation set that data.eval does not name; use a metric of "

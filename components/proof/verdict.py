@@ -87,7 +87,7 @@ def compare(run: str, found: Path, reference: Path, *, control: bool = False) ->
 
 
 def gradients(folder: Path) -> dict[str, Tensor]:
-    """Return the gradients of a first step by parameter name."""
+    """Return the gradients of the first step by parameter name, from the weights before and after it."""
     before, after = (StoredTensors(folder / name) for name in ("before", "after"))
     keys = [f"model/{name}" for name in before.shapes("model")]
     return {key.removeprefix("model/"): (before.read(key).double() - after.read(key)) / SCALE for key in keys}

@@ -37,7 +37,7 @@ NOTHING = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """The rehearsed GPU."""
+    """The GPU that a rehearsal imitates."""
 
     name: str
     memory: int

@@ -121,7 +121,8 @@ def training_seconds(steps: Floats, step_ms: Floats) -> Floats:
     if known.any():
         counts = np.diff(steps[known], prepend=0)
         # The first row of a resumed run does not stand for all the steps before it.
-        seconds[known] = np.cumsum(np.minimum(counts, np.median(counts)) * step_ms[known]) / 1000
+        counts[0] = min(counts[0], np.median(counts[1:])) if len(counts) > 1 else counts[0]
+        seconds[known] = np.cumsum(counts * step_ms[known]) / 1000
     return seconds
 
 

@@ -146,8 +146,10 @@ def shown(run: RunPage, documents: list[object]) -> Json:
 
     Long tables are appended to ``documents``, each only once for all runs, and replaced by their index there.
     """
-    entry, results, words = run.entry, run.results, run.facts.get("overrides")
+    entry, results, words = run.entry, run.results, run.entry.arguments
     loss = results.get("eval/loss", results.get("train/loss")) if entry.loss is None else entry.loss
+    if run.diverged:
+        loss = None
     group, ranked = run.group
     return {
         "number": entry.number,

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,21 @@ LONG_FACTS = ("data", "identity", "results", "command", "overrides", "versions",
 
 
 @dataclass(frozen=True)
+class ShownResults:
+    """The fields of ``results`` in run.json that the page reads."""
+
+    last: dict[str, float] = field(default_factory=dict)
+    diverged: bool = False
+
+
+@dataclass(frozen=True)
 class ShownFacts:
     """The fields of run.json that the page reads one by one."""
 
     ended: str | None = None
     error: str | None = None
     overrides: tuple[str, ...] = ()
-    results: dict[str, dict[str, float]] | None = None
+    results: ShownResults | None = None
     versions: Json = field(default_factory=dict)
     mfu_peak: str | None = None
 
@@ -49,6 +57,8 @@ class Entry:
     number: int
     folder: Path | None
     """The run folder. None means that the run was rejected before it had one."""
+    arguments: Sequence[str] | None = None
+    """Arguments of the command that starts the run by itself. None means that they are not known."""
     overrides: tuple[str, ...] | None = None
     """Overrides of the run. None means those in run.json."""
     status: str | None = None
@@ -100,11 +110,19 @@ class RunPage:
         return f"run {self.entry.number}" if name is None else str(name)
 
     @property
+    def diverged(self) -> bool:
+        """Whether the loss of the last evaluation was not finite."""
+        return bool((self.facts.get("results") or {}).get("diverged"))
+
+    @property
     def results(self) -> dict[str, float]:
         """Last value of each metric, from its curve or else from run.json."""
         kept = (self.facts.get("results") or {}).get("last", {})
         found = {current_name(key): value for key, value in kept.items()}
-        found |= {key: curve.last for key, curve in self.curves.items()}
+        ended = found.get("step", 0.0)  # the logger may have written no later rows than these
+        found |= {key: curve.last for key, curve in self.curves.items() if curve.last_step >= ended}
+        if self.diverged:  # an older evaluation is not the result
+            found = {key: value for key, value in found.items() if not key.startswith("eval/")}
         if self.facts.get("mfu_peak") is None:  # without the peak rate, this number has no meaning
             found.pop("perf/mfu", None)
         return found
@@ -112,7 +130,8 @@ class RunPage:
     @property
     def group(self) -> tuple[str, bool]:
         """Stage and data of the final loss, which group runs for a ranking, and whether both are known."""
-        kind = next((kind for kind in ("eval", "train") if f"{kind}/loss" in self.results), None)
+        found = (kind for kind in ("eval", "train") if f"{kind}/loss" in self.results)
+        kind = "eval" if self.diverged else next(found, None)
         if kind is None:
             return "without a loss", False
         splits = [split for name, split in (self.audit or {}).items() if name.partition("/")[0] == kind]
@@ -132,7 +151,10 @@ class RunPage:
 
 
 def read_run(entry: Entry, points: int) -> RunPage:
-    """Read the files of a run, with at most ``points`` means per curve; ``missing`` lists unreadable ones."""
+    """Read the files of a run, reducing each curve to ``points`` means at most.
+
+    ``missing`` lists the files that are absent or cannot be read.
+    """
     run = RunPage(entry)
     if entry.folder is None:
         return run

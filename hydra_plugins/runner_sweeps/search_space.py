@@ -32,7 +32,11 @@ class SearchSpace:
         Raises:
             ConfigError: if no key varies.
         """
-        last = {override.get_key_element(): override for override in overrides}
+        last: dict[str, Override] = {}
+        for override in overrides:
+            key = override.get_key_element()
+            same = [one for one in last if one != key and one.lstrip("+") == key.lstrip("+")]
+            last = {one: value for one, value in last.items() if one not in same} | {key: override}
         swept = {key: override for key, override in last.items() if override.is_sweep_override()}
         if not swept:
             raise ConfigError(

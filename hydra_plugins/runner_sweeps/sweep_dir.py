@@ -52,7 +52,7 @@ def make_folder(config: DictConfig) -> Path:
         )
     check_values([*as_given(config.hydra), *as_overrides(config.hydra.sweeper.get("params"))])
     try:
-        create_sweep(folder, as_given(config.hydra))
+        create_sweep(folder, as_given(config.hydra), resumes=study is not None)
         if study is None:  # Optuna's sweeper does this itself, while it holds the lock of the folder
             leave_no_pruner(folder)
     except OSError as error:

@@ -68,7 +68,8 @@ def hydra_value(value: object) -> str:
     text = str(value)
     if re.fullmatch(r"[\w./:~+-]+|\[[\w,]*\]", text, re.ASCII):
         return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    # Hydra reads a backslash as it is, except before a quote.
+    return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'") + "'"
 
 
 def read(tool: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:

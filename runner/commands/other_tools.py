@@ -1,5 +1,6 @@
 """Translate the options of another tool's configuration: see ``runner.commands.import_config``."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -118,6 +119,9 @@ def translate(
     {"llamafactory": dataset_info, "axolotl": axolotl_datasets, "trl": hub_dataset}[tool](work)
     for name in list(work.left):
         convert(work, name)
+    if any(name.startswith("metric_for_best_model=") for name in work.missing):
+        for key in [key for key in work.words if key.startswith(("checkpoint.keep_best", "early_stopping."))]:
+            del work.words[key]  # they would watch the loss, in the direction of the other metric
     if any(key.startswith("logger.wandb.") for key in work.words):
         work.words["logger"] = "[jsonl,console,wandb]"
     leave_out_unread(work)
@@ -307,7 +311,7 @@ def choose_batch(work: Translation, ranks: int | None) -> None:
     micro = int(work.number("per_device_train_batch_size", "micro_batch_size", "train_batch_size") or 1)
     steps = int(work.number("gradient_accumulation_steps") or 1)
     total = work.number("batch_size")
-    work.words["run.global_batch_size"] = int(total) if total else micro * steps * dp
+    work.words["run.global_batch_size"] = (int(total) if total else micro * steps) * dp
     work.words["run.micro_batch_size"] = "auto" if work.take("auto_find_batch_size") else micro
 
 
@@ -348,7 +352,11 @@ def choose_schedule(work: Translation) -> None:
 def choose_cadences(work: Translation) -> None:
     """Set how often the run evaluates and saves; parts of an epoch become shares of the run."""
     given = work.given
-    default = "steps" if work.tool == "axolotl" and "eval_steps" in given else "no"
+    default = "no"
+    if work.tool == "axolotl" and "eval_steps" in given:
+        default = "steps"
+    elif work.tool == "axolotl" and (given.get("val_set_size") or given.get("test_datasets")):
+        default = "epoch"
     strategy = work.take("eval_strategy", "evaluation_strategy") or default
     every = work.number("eval_steps") or float(work.left.get("logging_steps", 0))
     cadence(work, "run.eval_every", strategy, every, work.number("evals_per_epoch"))
@@ -379,13 +387,17 @@ def cadence(work: Translation, key: str, strategy: str, every: float, parts: flo
     elif not isinstance(epochs, int | float):
         work.checks[key] = "the length of an epoch is not known; give the number of steps"
     elif (number := parts * epochs) > 1:
-        work.words[key] = round(1 / number, 6)
+        work.words[key] = math.floor(1e6 / number) / 1e6  # not later than the end of an epoch
 
 
 def dataset_info(work: Translation) -> None:
     """Translate LLaMA-Factory's options of data."""
     names, evaluated = work.take("dataset"), work.take("eval_dataset")
     work.words |= {"data": "llamafactory", "data.dataset_info": work.take("dataset_dir")}
+    if limit := work.given.get("max_samples"):  # there it also limits the data of evaluations
+        work.words["data.max_eval_samples"] = limit
+    if "data_seed" in work.given and work.given.get("seed") not in (None, work.given["data_seed"]):
+        work.missing[f"seed={work.given['seed']}"] = "run.seed, which data_seed sets, is that of everything"
     for key, given in (("data.dataset", names), ("data.eval_dataset", evaluated)):
         every = [name.strip() for text in listed(given) for name in str(text).split(",")]
         if every:

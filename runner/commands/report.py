@@ -17,6 +17,8 @@ from components.home import expand_home
 from components.report import Entry, RunPage, write_page
 from runner.cli import run_or_answer
 from runner.commands.arguments import first_line
+from runner.config.command_line import is_sweep, single_job_overrides
+from runner.launch.run_record import RunRecord
 from runner.sweeps.job_record import JobRecord, read_job_records
 
 WATCH_S = 5.0
@@ -91,7 +93,7 @@ def entries(folder: Path) -> list[Entry]:
         ConfigError: if there is no run.
     """
     if (folder / "run.json").is_file():
-        return [Entry(0, folder)]
+        return [Entry(0, folder, arguments_of(folder))]
     if records := read_job_records(folder):
         return [entry(folder, record) for record in records]
     found = sorted(
@@ -101,12 +103,25 @@ def entries(folder: Path) -> list[Entry]:
         raise ConfigError(
             f"{folder}: holds no run and no sweep; give outputs/NAME/STAMP or outputs/sweeps/STAMP."
         )
-    return [Entry(number, path.parent) for number, path in enumerate(found)]
+    return [Entry(number, path.parent, arguments_of(path.parent)) for number, path in enumerate(found)]
 
 
 def entry(sweep: Path, record: JobRecord) -> Entry:
     folder = None if record.folder is None else where_now(sweep, Path(record.folder))
-    return Entry(**vars(record) | {"folder": folder})
+    return Entry(**vars(record) | {"folder": folder, "arguments": folder and arguments_of(folder)})
+
+
+def arguments_of(run: Path) -> list[str] | None:
+    """Return the arguments that start ``run`` by itself. None means that its run.json does not give them."""
+    if not (run / "run.json").is_file():
+        return None
+    try:
+        record = RunRecord.read(run)
+    except ConfigError:  # the page shows that it cannot be read
+        return None
+    if is_sweep(record.command) or not record.command:
+        return single_job_overrides(record.overrides, record.command)
+    return list(record.command[1:])
 
 
 def where_now(sweep: Path, folder: Path) -> Path:

@@ -197,7 +197,7 @@ class RunPreparation:
             checks.check_evaluate_only(bool(data.eval), experiment.hook)
             return resume
         for key, metric in watched_metrics(experiment).items():
-            check_watched_set(metric, data.eval, key)
+            check_watched_set(metric, experiment.stage, data.eval, key)
         for name in ("eval_every", "eval_every_epochs", "eval_on_start"):
             checks.check_evaluation(name, getattr(run, name), bool(data.eval))
         left, profiler = data.num_steps - checks.steps_done(resume), experiment.profiler

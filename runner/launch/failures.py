@@ -50,9 +50,9 @@ def report_failure(folder: Path, error: BaseException, *, stalled: bool = False)
 
 @contextlib.contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Convert an OSError of a full or failing disk in the context to a TrainingError that names the file.
+    """Convert an OSError of a full or failing disk in the context into a TrainingError that names the file.
 
-    ``path`` is named if the error has no file name.
+    ``path`` is named if the OSError has no file name.
 
     Raises:
         TrainingError: if there is such an error.

@@ -29,7 +29,8 @@ def print_summary(experiment: Experiment, folder: Path, record: RunRecord, saved
     facts |= metric_facts(record.results)
     if experiment.run.evaluate_only:
         facts |= evaluation_facts(record.results, experiment.stage.kind)
-    if (folder / "export").is_dir():
+    # The folder may have the export of an earlier end of the run.
+    if experiment.run.export and not experiment.run.evaluate_only and (folder / "export").is_dir():
         facts |= export_facts(experiment, folder, record)
     print()
     for name, value in facts.items():

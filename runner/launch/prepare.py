@@ -1,10 +1,13 @@
 """Second part of a launch: create and fill the folder of a run that passed all checks."""
 
 import os
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from components.contracts.configs import Prepared
+from components.contracts.json_types import Config
+from components.json_text import parse_json
 from components.preflight.checks import steps_done
 from components.preflight.forecast_report import survey
 from components.preflight.search.memory_advice import check_fits
@@ -14,6 +17,7 @@ from runner.launch.failures import clear_failure_reports
 from runner.launch.run_dir import (
     create_run_folder,
     git_commit,
+    read_run_config,
     reopen_run_folder,
     versions,
     write_code_diff,
@@ -21,6 +25,7 @@ from runner.launch.run_dir import (
 )
 from runner.launch.run_lock import locked
 from runner.launch.run_record import ReferenceCache, RunRecord, SweepPlace
+from runner.training.run_summary import Results
 
 
 def prepare(launch: RunPreparation) -> Path:
@@ -40,7 +45,7 @@ def prepare(launch: RunPreparation) -> Path:
     if point is not None:
         point.mark_running(folder)
     reference = reference_cache(launch, found.data)
-    write_config(folder, launch.config)
+    write_config(folder, with_recorded_start(launch.config, folder))
     RunRecord(
         command=list(launch.command),
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -79,7 +84,8 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
         ConfigError: if the folder cannot be created, is damaged, or is used by another process.
     """
     run, own = launch.experiment.run, found.previous_run_dir
-    if own is None and launch.experiment.checkpoint.resume == "auto" and found.resume is not None:
+    continues = launch.experiment.checkpoint.resume == "auto" and not run.evaluate_only
+    if own is None and continues and found.resume is not None:
         own = found.resume.parent.parent
     if own is None:
         folder = create_run_folder(run.output_dir, run.name)
@@ -89,7 +95,26 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
     folder = reopen_run_folder(own.absolute(), steps_done(found.resume))
     clear_failure_reports(folder)
     recorded = (folder / "run.json").exists()  # perhaps only its checkpoints were copied
-    return folder, RunRecord.read(folder) if recorded else RunRecord()
+    record = RunRecord.read(folder) if recorded else RunRecord()
+    if not record.results.first:  # it was killed, and results are written at the end
+        record = replace(record, results=logged_results(folder))
+    return folder, record
+
+
+def logged_results(folder: Path) -> Results:
+    """Return the results of the rows in metrics.jsonl, none if it does not exist."""
+    path, results = folder / "metrics.jsonl", Results()
+    for row in path.read_text().splitlines() if path.exists() else ():
+        results.add(parse_json(row))
+    return results
+
+
+def with_recorded_start(config: Config, folder: Path) -> Config:
+    """Return ``config`` with ``checkpoint.init_from`` as recorded in ``folder``, where the run began."""
+    if not (folder / "config.yaml").exists():
+        return config
+    recorded = read_run_config(folder)["checkpoint"].get("init_from")
+    return {**config, "checkpoint": {**config["checkpoint"], "init_from": recorded}}
 
 
 def reference_cache(launch: RunPreparation, data: Prepared) -> ReferenceCache | None:

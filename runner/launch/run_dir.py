@@ -69,7 +69,8 @@ def reopen_run_folder(folder: Path, step: int) -> Path:
         return folder
     try:
         rows = path.read_text().splitlines(keepends=True)
-        kept = [row for row in rows if row.endswith("\n") and parse_json(row)["step"] <= step]
+        # A run that begins again evaluates its initial weights again, too.
+        kept = [row for row in rows if step and row.endswith("\n") and parse_json(row)["step"] <= step]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path}: is damaged ({one_line(error)}); restore it, or remove it.") from error
     write_atomic(path, "".join(kept))

@@ -47,7 +47,7 @@ class ReferenceCache:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of run.json. Fields that an older version has not written have their defaults."""
+    """The content of run.json. Fields that an older version did not write have their default values."""
 
     command: list[str] = field(default_factory=list)
     started: str = ""

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FORCE_QUIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a run at once if they come after one of them was received."""
+"""Signals that end a run at once if one of them has already been received."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import yaml
 from rich.console import Console
 
 from components.atomic_write import write_atomic
-from components.contracts.errors import DONE, FAILED, MISTAKE
+from components.contracts.errors import DONE, FAILED, MISTAKE, ConfigError
 from components.contracts.json_types import Json
 from components.contracts.status import JobStatus
 from components.json_text import read_json
@@ -72,12 +72,18 @@ def job_status(point: SweepJob) -> JobStatus:
     return "pruned" if stopped.reason == PRUNED else "interrupted"
 
 
-def create_sweep(folder: Path, overrides: Sequence[str]) -> None:
-    """Write ``sweep.json`` with the command; a sweep that is resumed keeps its file.
+def create_sweep(folder: Path, overrides: Sequence[str], *, resumes: bool = False) -> None:
+    """Write ``sweep.json`` with the command; a study that is resumed (``resumes``) keeps its file.
 
     Raises:
-        ConfigError: if the file of a sweep that is resumed is damaged.
+        ConfigError: if the folder has jobs of an earlier sweep, or if the file of a study that is resumed is
+            damaged.
     """
+    if not resumes and any((folder / "jobs").glob("*.json")):
+        raise ConfigError(
+            f"hydra.sweep.dir: {folder} has the jobs of an earlier sweep, which would be mixed with these; "
+            "name another folder."
+        )
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     path = folder / "sweep.json"
     if not path.exists():

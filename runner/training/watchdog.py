@@ -1,6 +1,6 @@
-"""A watchdog that ends a run without progress for ``run.hang_timeout_s`` seconds.
+"""A watchdog that ends a run if it makes no progress for ``run.hang_timeout_s`` seconds.
 
-First it writes the stacks of all threads to a file.
+Before that, it writes the stacks of all threads to a file.
 """
 
 import faulthandler

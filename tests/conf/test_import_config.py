@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from transformers import TrainingArguments
 
 from components.contracts.errors import MISTAKE
 from runner.cli import config_dir
-from runner.commands.import_config import main
+from runner.commands.import_config import hydra_value, main
 from runner.commands.other_tools import Translation
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
@@ -547,3 +548,41 @@ def test_every_option_of_trl_is_known_and_its_defaults_are_right() -> None:
             assert stated[name] == fields[name], (stage, name)
     assert unknown("trl", {option.name for option in dataclasses.fields(trl.ModelConfig)}) == set()
     assert unknown("trl", {option.name for option in dataclasses.fields(trl.ScriptArguments)}) == set()
+
+
+@pytest.mark.parametrize(
+    "text", ["a", r"\frac{1}{2}", r"ends with \\", r"a \' quote", "it's", r"\\\\x\n", "1, 2: {x}"]
+)
+def test_hydra_reads_a_text_as_it_was(text: str) -> None:
+    (parsed,) = OverridesParser.create().parse_overrides([f"x={hydra_value(text)}"])
+    assert parsed.value() == text
+
+
+def test_another_metric_does_not_turn_the_loss_around(imported: Run) -> None:
+    text = (
+        "model_name_or_path: x\ndataset_name: a.jsonl\nlearning_rate: 1e-5\nearly_stopping_patience: 3\n"
+        "load_best_model_at_end: true\nmetric_for_best_model: eval_f1\ngreater_is_better: true\n"
+    )
+    answer = imported("trl", text, "stage=sft")
+    assert answer.code == 0
+    words = answer.out.split()
+    assert not [word for word in words if word.startswith(("checkpoint.keep_best", "early_stopping."))]
+    assert "#   metric_for_best_model=eval_f1" in answer.out
+
+
+def test_batches_and_evaluations_of_axolotl(imported: Run) -> None:
+    text = (
+        "base_model: x\nlearning_rate: 1e-3\nmicro_batch_size: 2\nbatch_size: 8\nval_set_size: 0.05\n"
+        "datasets: [{path: a.jsonl, type: alpaca}]\nnum_epochs: 3\nsaves_per_epoch: 2\n"
+    )
+    answer = imported("axolotl", text, "ranks=4")
+    check(
+        answer, {"run.global_batch_size": 32, "run.eval_every_epochs": 1, "checkpoint.save_every": 0.166666}
+    )
+
+
+def test_samples_and_seeds_of_llamafactory(imported: Run) -> None:
+    text = "model_name_or_path: m\nstage: sft\ndataset: a\nmax_samples: 10\nseed: 1\ndata_seed: 7\n"
+    answer = imported("llamafactory", text)
+    check(answer, {"data.max_samples": 10, "data.max_eval_samples": 10, "run.seed": 7})
+    assert "#   seed=1: " in answer.out

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.e2e.commands import SMALL, call_here, curve, run_here
 
@@ -58,6 +59,32 @@ def test_an_early_stop_keeps_the_best_and_is_not_resumed(
     )
     assert call_here(*again, "early_stopping.patience=4") == 0
     assert saved(first) == [1, 5], "the count went on"
+
+
+def test_a_run_that_continues_keeps_its_start_and_its_end(
+    tmp_path: Path, few: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names no export of an earlier end, and an evaluation of it has a folder of its own."""
+    once = (*few, "run.name=a", "run.max_steps=2", "run.final_sample_tokens=0")
+    base = run_here(tmp_path, *few, "run.name=base", "run.max_steps=1")
+    run = run_here(tmp_path, *once, "run.export=true", f"checkpoint.init_from={base.parent}")
+    assert "export      " in capsys.readouterr().out
+    run_here(tmp_path, *few, "run.name=base", "run.max_steps=1")
+    (run / "run.json").write_text(
+        json.dumps(json.loads((run / "run.json").read_text()) | {"results": {"first": {}, "last": {}}})
+    )
+    again = (*once, "checkpoint.resume=auto")
+    longer = run_here(tmp_path, *again, "run.max_steps=3", f"checkpoint.init_from={base}")
+    assert longer == run
+    assert "export      " not in capsys.readouterr().out
+    recorded = yaml.safe_load((run / "config.yaml").read_text())["checkpoint"]["init_from"]
+    assert recorded == str(base / "checkpoints" / "step_00000001")
+    results = json.loads((run / "run.json").read_text())["results"]
+    assert (results["first"]["step"], results["last"]["step"]) == (1, 3)
+    before = (run / "config.yaml").read_text()
+    evaluated = run_here(tmp_path, *again, "run.evaluate_only=true")
+    assert evaluated != run
+    assert (run / "config.yaml").read_text() == before
 
 
 def test_a_damaged_checkpoint_is_refused_and_data_may_be_forced(

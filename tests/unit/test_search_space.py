@@ -70,3 +70,11 @@ def test_a_grid() -> None:
     assert space("a=x,y", "b=range(1, 4)").size() == 6
     with pytest.raises(ConfigError, match=r"hydra\.sweeper\.sampler: is grid, but b=interval"):
         space("a=x,y", "b=interval(1, 4)").grid()
+
+
+def test_the_last_value_of_a_key_counts_however_it_is_written() -> None:
+    fixed = space("run.x=1,2", "++run.y=3", "run.y=4", "+run.z=5,6")
+    assert fixed.fixed == ("run.y=4",)
+    assert fixed.overrides({"run.x": 2, "+run.z": 6}) == ["run.y=4", "run.x=2", "+run.z=6"]
+    with pytest.raises(ConfigError, match="nothing is swept"):
+        space("run.x=1,2", "++run.x=3")

@@ -1,8 +1,8 @@
 """The experts of an MoE layer, stacked in two tensors and computed together, with expert parallelism.
 
 With expert parallelism, a rank has E / ep experts. With tensor parallelism, it has a share of the
-intermediate dimension of each of them, as of a dense MLP. FSDP shards these parts over the ranks that hold
-the same experts.
+intermediate dimension of each of them, as it would of a dense MLP. FSDP shards these parts over the ranks
+that hold the same experts.
 """
 
 from collections.abc import Collection, Iterator

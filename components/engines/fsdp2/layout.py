@@ -24,8 +24,8 @@ class FSDP2Layout:
     """The part of the model that is recomputed in the backward pass: nothing, every block (``full``), or only
     attention (``selective``)."""
     recompute_num_layers: int | None = None
-    """With ``activation_checkpointing=full``: number of blocks that are recomputed, from the first one of the
-    model on. None means all."""
+    """With ``activation_checkpointing=full``: number of blocks that are recomputed, starting with the first
+    block of the model. None means all."""
     activation_offloading: bool = False
     """Whether activations of blocks are in host memory between the forward and the backward pass."""
     dp_replicate: int = 1

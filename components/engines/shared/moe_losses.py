@@ -209,7 +209,7 @@ class AttachAuxLoss(torch.autograd.Function):
 
 
 def normalized(sigmoids: Tensor) -> Tensor:
-    """Normalize scores ``[T, E]`` to sum 1 for the load balancing loss (DeepSeek-V3, equation 19)."""
+    """Normalize scores ``[T, E]`` to sum to 1, for the load balancing loss (DeepSeek-V3, equation 19)."""
     return sigmoids / (sigmoids.sum(-1, keepdim=True) + 1e-20)
 
 

@@ -122,7 +122,7 @@ class BlockActivations:
         return int(tokens * (norms + (matrices + self.attended) * self.run.size)) + self.attention(tokens)
 
     def saved(self, tokens: int) -> int:
-        """Return the bytes saved from the forward pass to the backward pass."""
+        """Return the bytes that the forward pass saves for the backward pass."""
         if self.run.recompute == "full":
             return tokens * self.hidden * self.run.size
         avoided = self.attention(tokens) if self.run.recompute == "selective" else 0

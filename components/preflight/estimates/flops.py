@@ -17,7 +17,7 @@ from components.models.scalar_head import output_head
 from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
 
 MEASURE_SECONDS, ROUGH_SECONDS = 0.2, 0.03
-"""Duration of a measurement in seconds, for the MFU and for a comparison of dtypes."""
+"""Seconds for which the peak FLOP/s is measured: for the MFU, and for a rough comparison of dtypes."""
 
 
 @dataclass(frozen=True)

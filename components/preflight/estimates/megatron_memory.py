@@ -414,11 +414,12 @@ def block_activations(
 
 
 def attended(layout: Layout, query: int, both: int, repeated: int | None, *, normed: bool) -> int:
-    """Return the width of the tensors saved by attention. K and V are views of the fused QKV output.
+    """Return the width of the tensors that attention saves; ``both`` is that of keys and values together.
 
-    ``both`` is the width of keys and values together. The QKV output is saved through the norm of the keys,
-    or through the values. Ranks with cp > 1 save copies: all gathered keys and values, or the tensors of the
-    all-to-all. If heads of keys and values are repeated, to the width ``repeated``, copies are saved as well.
+    K and V are views of the fused QKV output. Saving V therefore keeps the whole output, and so does the norm
+    of the keys (``normed``), which saves its input. Instead of V, attention saves copies of K and V if their
+    heads are repeated, to the width ``repeated``, or if cp > 1: all gathered keys and values, or the tensors
+    of the all-to-all.
     """
     fused = query + both
     if layout.cp == 1 and repeated is None:

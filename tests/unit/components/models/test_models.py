@@ -295,6 +295,11 @@ def test_refuses_architectures(changes: dict[str, Any], message: str) -> None:
         ({"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling=8.0 of granite"),
         ({"model_type": "bart"}, "bart is not a causal language model"),
         ({"model_type": "mamba", "num_hidden_layers": 2}, "mamba mixes tokens outside"),
+        ({"model_type": "modernbert-decoder"}, "modernbert-decoder computes its logits with lm_head.dense"),
+        (
+            {"model_type": "bert", "is_decoder": True},
+            "bert computes its logits with cls.pred",
+        ),
         (
             {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
             "lfm2 mixes",

@@ -2,8 +2,10 @@
 
 import base64
 import json
+import math
 import sys
 import time
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from components.report.curves import read_curves, thin
 from components.report.page import varied_keys
 from runner.cli import run_or_answer
 from runner.commands.report import WATCH_S, entries, parse, report
+from runner.training.run_summary import Results
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!-- {{script}} & 'quotes' \""
 
@@ -317,6 +320,9 @@ def test_seconds_of_training_are_sums_of_step_times(tmp_path: Path) -> None:
     rows = [{"step": 110, "perf/step_ms": 200.0}, {"step": 120, "perf/step_ms": 100.0}]
     rows += [{"step": 120, "eval/loss": 1.0}, {"step": 130, "perf/step_ms": 300.0}]
     found = read_curves(write_rows(tmp_path / "m.jsonl", *rows), 9)["train/seconds"]
+    sparser = [{"step": step, "perf/step_ms": 100.0} for step in (1, 2, 3, 10, 20)]
+    rising = read_curves(write_rows(tmp_path / "n.jsonl", *sparser), 9)["train/seconds"]
+    assert rising.last == pytest.approx(2.0)
     assert found.means.tolist() == pytest.approx([2, 3, 6])
 
 
@@ -367,6 +373,43 @@ def test_without_metrics_jsonl_there_are_the_last_values(tmp_path: Path) -> None
     report([str(run)])
     (shown,) = Page(run / "report.html").data["runs"]
     assert (shown["loss"], shown["steps"], shown["results"]["train/loss"]) == (4.25, 3.0, 7.5)
+
+
+def test_what_the_program_writes_is_read(tmp_path: Path) -> None:
+    """The results of an evaluation that diverged are neither the loss nor among the values."""
+    results = Results()
+    results.add({"step": 1, "train/loss": 7.5})
+    results.add({"step": 1, "eval/loss": 4.25})
+    for diverged in (False, True):
+        if diverged:
+            results.add({"step": 3, "eval/loss": math.nan})
+        run = finished(tmp_path / str(diverged), lr=1.0, results=asdict(results))
+        report([str(run)])
+        (shown,) = Page(run / "report.html").data["runs"]
+        assert (shown["status"], shown["missing"]) == ("completed", ["no preflight.json"])
+        assert shown["loss"] == (None if diverged else 4.0)
+        assert ("eval/loss" in shown["results"]) is not diverged
+        assert shown["group"].startswith("NextToken: eval/loss on held out")
+
+
+def test_rows_that_a_logger_did_not_write_are_not_the_last(tmp_path: Path) -> None:
+    results = {"first": {}, "last": {"step": 8.0, "train/loss": 1.5}}
+    run = finished(tmp_path / "a", lr=1.0, results=results)
+    report([str(run)])
+    (shown,) = Page(run / "report.html").data["runs"]
+    assert shown["results"]["train/loss"] == 1.5
+
+
+def test_the_command_of_a_job_runs_it_by_itself(tmp_path: Path) -> None:
+    words = ["optimizer.lr=2.0", "sweep=lr_layout"]
+    for command, expected in {
+        ("runner", "--config-dir=cfg"): "--config-dir=cfg",
+        ("runner", *words): "optimizer.lr=2.0 sweep=lr_layout hydra.mode=RUN",
+    }.items():
+        run = finished(tmp_path / str(len(command)), lr=1.0, command=list(command), overrides=words)
+        report([str(run)])
+        (shown,) = Page(run / "report.html").data["runs"]
+        assert shown["command"] == f"python -m runner {expected}"
 
 
 def test_a_run_that_has_gone_is_told(tmp_path: Path) -> None:

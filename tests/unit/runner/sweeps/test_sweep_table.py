@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
+from components.contracts.errors import ConfigError
 from components.contracts.status import RunStatus
 from runner.config.command_line import single_job_overrides
 from runner.launch.run_record import RunRecord
@@ -72,7 +73,9 @@ def test_what_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (facts["jobs"], facts["best"]) == (9, 8)
     assert facts["counts"] == {"invalid": 2, "completed": 7}
     assert "2 invalid, 7 completed\nbest: job 8, loss 5.1420" in capsys.readouterr().out
-    create_sweep(tmp_path, ["stage=sft", "run.seed=1,2"])
+    with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir: .* has the jobs of an earlier sweep"):
+        create_sweep(tmp_path, ["stage=sft", "run.seed=3"])
+    create_sweep(tmp_path, ["stage=sft", "run.seed=1,2"], resumes=True)
     assert json.loads((tmp_path / "sweep.json").read_text())["began"] == began["began"]
 
 
