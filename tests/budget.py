@@ -12,6 +12,10 @@ FOLDER = "RUNNER_TEST_SESSION"
 BUDGET: Mapping[str, int] = {"started": 45, "forked": 115, "rank_calls": 440}
 """Greatest number of newly started Python processes, of forked ones, and of function calls on ranks."""
 
+PROBE = "LoadLibrary"
+"""Word in the code of the processes by which torch's compiler tries the instruction sets of the CPU. Their
+number depends on the CPU and on the compiler's cache, so they are not counted."""
+
 
 def count(what: str) -> None:
     """Add the running test to the list ``what`` of the session that this process belongs to, if any."""
@@ -43,7 +47,9 @@ def count_starts() -> None:
     """Count every Python process that this process starts from now on."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen" and os.fspath(arguments[0] or arguments[1][0]) == sys.executable:
+        if event != "subprocess.Popen" or os.fspath(arguments[0] or arguments[1][0]) != sys.executable:
+            return
+        if not any(PROBE in str(word) for word in arguments[1]):
             count("started")
 
     sys.addaudithook(hook)

@@ -33,6 +33,7 @@ def test_processes_and_calls_are_counted(tmp_path: Path, monkeypatch: pytest.Mon
     for _ in range(2):
         assert ranks.run(answer) == [42]
     subprocess.run([sys.executable, "-S", "-c", ""], check=True)
+    subprocess.run([sys.executable, "-S", "-c", "# cdll.LoadLibrary('x.so')"], check=True)
     name = f"{Path(__file__).relative_to(Path.cwd())}::test_processes_and_calls_are_counted"
     expected = {"started": {name: 1}, "forked": {name: 1}, "rank_calls": {name: 2}}
     assert budget.counts(tmp_path) == expected
