@@ -103,7 +103,7 @@ class RecordSource(ABC):
         return [digest([options, self.max_samples, *own]), *self.files(cache)]
 
     def stamps(self) -> list[int]:
-        """Return the modification times, in ns, of those files whose content ``files`` does not read."""
+        """Return the modification times of a stream's files, in ns; ``files`` does not read their content."""
         return []
 
     def items(self, kind: SampleKind) -> SourceItems:
@@ -161,7 +161,7 @@ class FileSource(RecordSource):
         return ["".join(path.suffixes[-2:]), *map(" ".join, zip(names, contents, strict=True))]
 
     def stamps(self) -> list[int]:
-        return [file.stat().st_mtime_ns for file in matching_files(self.path)] if self.streaming else []
+        return [file.stat().st_mtime_ns for file in matching_files(self.path)]
 
 
 @dataclass(frozen=True, kw_only=True)

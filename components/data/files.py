@@ -141,7 +141,8 @@ class FilesData(RecordsData):
         for name in self._evaluated:
             if isinstance(self.eval, dict) and not _NAME.fullmatch(name):
                 raise ConfigError(
-                    f"data.eval: {name!r} is not a name for an evaluation set; use letters, digits, ._ and -."
+                    f"data.eval: {name!r} is not a name for an evaluation set; use letters, digits, '.', '_' "
+                    "and '-'."
                 )
         self._check_streaming()
         self.record_options()  # raises if columns or roles has an unknown name

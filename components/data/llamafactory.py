@@ -80,7 +80,7 @@ class LlamaFactoryData(RecordsData):
     def _entries(self) -> Json:
         if not self._file.is_file():
             raise ConfigError(
-                f"data.dataset_info: {self._file} is no file; give LLaMA-Factory's data folder."
+                f"data.dataset_info: {self._file} is not a file; give LLaMA-Factory's data folder."
             )
         return read_json(self._file)
 

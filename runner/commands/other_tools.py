@@ -418,6 +418,8 @@ def hub_dataset(work: Translation) -> None:
         ConfigError: if ``dataset_name`` is missing.
     """
     name = work.take("dataset_name")
+    if not work.left.get("packing"):
+        work.skip("packing_strategy", "packing is false")
     if name is None and "datasets" in work.given:
         hub_datasets(work)
         return
@@ -436,8 +438,6 @@ def hub_dataset(work: Translation) -> None:
             work.checks["data.eval"] = f"{name} has no file of {split}; name one, or give data.eval_fraction"
     else:
         work.skip("dataset_test_split", "eval_strategy is no")
-    if not work.left.get("packing"):
-        work.skip("packing_strategy", "packing is false")
 
 
 def hub_datasets(work: Translation) -> None:
@@ -458,8 +458,6 @@ def hub_datasets(work: Translation) -> None:
             work.missing[f"datasets: {name}={item[name]}"] = "use the options of data, see docs/data.md"
     held_out(work, "test_split_size")
     work.skip("dataset_test_split", "datasets has no test split of its own")
-    if not work.left.get("packing"):
-        work.skip("packing_strategy", "packing is false")
 
 
 def axolotl_datasets(work: Translation) -> None:

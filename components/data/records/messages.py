@@ -191,7 +191,7 @@ def _calls(raw: Any, where: str, origin: str) -> list[Tool]:
         if isinstance(arguments, str):
             arguments = _json(arguments, f"arguments of {where}", origin)
         if not isinstance(arguments, dict):
-            fail(origin, f"the arguments of a call in {where} are no object", 'Write {"NAME": VALUE}.')
+            fail(origin, f"the arguments of a call in {where} are not an object", 'Write {"NAME": VALUE}.')
         kept = {"id": call["id"]} if call.get("id") else {}
         calls.append(
             {**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -45,11 +45,9 @@ def with_kl_completions(
     for item, origin in items:
         try:
             completion = None if isinstance(item, Unreadable) else _completion(item, options, origin)
-            says = completion is not None and says_something(completion)
         except RecordError as error:
-            item, says = Unreadable(error), False
-        if says:
-            assert completion is not None
+            item, completion = Unreadable(error), None
+        if completion is not None and says_something(completion):
             yield from _paired(held, completion)
             held, first = [], completion if first is None else first
         held.append((item, origin))

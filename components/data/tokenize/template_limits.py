@@ -50,7 +50,7 @@ chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
 def limited_memory() -> Iterator[None]:
     """Raise TemplateRuntimeError if the body needs more than ``RENDER_BYTES``.
 
-    There is no limit on other systems than Linux.
+    Only Linux has this limit; on other systems the body runs without one.
     """
     if sys.platform != "linux":
         yield
@@ -72,7 +72,7 @@ def limited_memory() -> Iterator[None]:
 def limited_time() -> Iterator[None]:
     """Raise TemplateRuntimeError if the body takes more than ``RENDER_SECONDS`` of processor time.
 
-    There is no limit outside of the main thread.
+    Outside of the main thread, the body runs without a limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -182,10 +182,11 @@ def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int)
     """
     settings = [encoder.kind, encoder.max_length, encoder.long_samples, encoder.train_on_prompt]
     identity = digest([source.content(cache), _tokenizer_digest(encoder.tokenizer), settings])
-    stamps = source.stamps() if isinstance(source, RecordSource) else []
+    stream = source if isinstance(source, RecordSource) and source.streaming else None
+    stamps = [] if stream is None else stream.stamps()
     path = cache / "tokens" / digest([identity, _code(), _own_code(source), stamps])
     store = _open_or_write(path, source, encoder, num_workers)
-    if isinstance(source, RecordSource) and source.streaming:
+    if stream is not None:
         identity = digest([identity, store.meta.checksums])
     return store, identity
 

@@ -248,7 +248,7 @@ def as_dtensor(member: HFTensorSlice, value: Tensor, mesh: DeviceMesh) -> Tensor
     """Return ``value``, shaped like ``member.read``, as this rank's part of the Hugging Face tensor.
 
     The result is a DTensor over ``mesh`` that shares memory with ``value``, or ``value`` itself if the slice
-    is replicated. There is no communication.
+    is replicated. This function does not communicate.
     """
     if member.dim is None:
         return value

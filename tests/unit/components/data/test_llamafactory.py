@@ -153,7 +153,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown name": ({"dataset": "mnie"}, "data.dataset: .* describes no data set 'mnie'; use one of mine"),
     "unknown evaluation name": ({"eval_dataset": "x"}, "data.eval_dataset: .* describes no data set 'x'"),
     "nothing": ({"dataset": None}, "data.dataset_info, data.dataset: give both"),
-    "no file": ({"dataset_info": "/no/such/folder"}, "data.dataset_info: /no/such/folder is no file; give"),
+    "no file": (
+        {"dataset_info": "/no/such/folder"},
+        "data.dataset_info: /no/such/folder is not a file; give",
+    ),
     "script": ({"dataset": "script"}, "dataset_info.json: script.script_url: is not supported; remove it"),
     "modelscope": ({"dataset": "elsewhere"}, "names no file_name and no hf_hub_url; add"),
     "split of a file": ({"dataset": "half"}, r"half.split: a file has none; remove it, or name a file"),

@@ -159,7 +159,7 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
     "arguments-list": (
         "messages",
         {"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
-        "the arguments of a call in messages[1] are no object",
+        "the arguments of a call in messages[1] are not an object",
     ),
     "segments-strings": ("segments", {"segments": ["a"]}, "holds something without a text. Write"),
     "segments-no-label": ("segments", {"segments": [{"text": "a"}]}, "a segment has no label"),
