@@ -102,8 +102,11 @@ class RecordSource(ABC):
         del options["train_on_prompt"]  # an option of the encoder, too, which counts it
         return [digest([options, self.max_samples, *own]), *self.files(cache)]
 
-    def stamps(self) -> list[int]:
-        """Return the modification times of a stream's files, in ns; ``files`` does not read their content."""
+    def mtimes_ns(self) -> list[int]:
+        """Return the modification times of the files, in ns, or [] if there are no files.
+
+        They are part of the cache key of a stream, whose files are not read as a whole.
+        """
         return []
 
     def items(self, kind: SampleKind) -> SourceItems:
@@ -160,7 +163,7 @@ class FileSource(RecordSource):
             raise ConfigError(f"{self.path}: cannot be read ({error.strerror}). Check the file.") from error
         return ["".join(path.suffixes[-2:]), *map(" ".join, zip(names, contents, strict=True))]
 
-    def stamps(self) -> list[int]:
+    def mtimes_ns(self) -> list[int]:
         return [file.stat().st_mtime_ns for file in matching_files(self.path)]
 
 

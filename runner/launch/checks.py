@@ -146,7 +146,7 @@ class RunPreparation:
             model=self.experiment.model.shape_hash(model),
             data=data.identity,
             optimizer=self.experiment.optimizer.kind,
-            reference=reference and reference + self.drawn(self.reference.model),
+            reference=reference and reference + self.seed_suffix(self.reference.model),
             seed=run.seed,
             global_batch_size=run.global_batch_size,
             **self.frozen_identity(model),
@@ -161,12 +161,14 @@ class RunPreparation:
             trained = experiment.model.trained_shape_hash(model)
         else:
             return {}
-        return {"trained": trained, "base": experiment.model.content_hash() + self.drawn(experiment.model)}
+        base = experiment.model.content_hash() + self.seed_suffix(experiment.model)
+        return {"trained": trained, "base": base}
 
-    def drawn(self, model: ModelConfig) -> str:
-        """Return ``, run.seed=SEED`` if the weights of ``model`` are random, else an empty string.
+    def seed_suffix(self, model: ModelConfig) -> str:
+        """Return the seed as a suffix for the run's identity if the weights of ``model`` are random, else "".
 
-        Frozen random weights are not in a checkpoint, and a resumed run generates them again from the seed.
+        Frozen random weights are not in a checkpoint. A resumed run generates them again, so its seed must be
+        the same.
         """
         return f", run.seed={self.experiment.run.seed}" if model.is_random_init else ""
 

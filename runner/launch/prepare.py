@@ -45,7 +45,7 @@ def prepare(launch: RunPreparation) -> Path:
     if point is not None:
         point.mark_running(folder)
     reference = reference_cache(launch, found.data)
-    write_config(folder, with_recorded_start(launch.config, folder))
+    write_config(folder, with_recorded_init_from(launch.config, folder))
     RunRecord(
         command=list(launch.command),
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -109,8 +109,11 @@ def logged_results(folder: Path) -> Results:
     return results
 
 
-def with_recorded_start(config: Config, folder: Path) -> Config:
-    """Return ``config`` with ``checkpoint.init_from`` as recorded in ``folder``, where the run began."""
+def with_recorded_init_from(config: Config, folder: Path) -> Config:
+    """Return ``config`` with the ``checkpoint.init_from`` that ``folder`` already records, if it does.
+
+    The run began with the recorded one. A resumed run may leave it out or name a newer checkpoint.
+    """
     if not (folder / "config.yaml").exists():
         return config
     recorded = read_run_config(folder)["checkpoint"].get("init_from")

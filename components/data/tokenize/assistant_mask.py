@@ -83,16 +83,16 @@ class Template:
             RecordError: if the template refuses the messages or ignores a part of them.
         """
         text = self.render(messages)
-        self.check_reads(messages, text)
+        self.check_renders_all(messages, text)
         out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return Conversation(self, messages, text, out["input_ids"], out["offset_mapping"])
 
-    def check_reads(self, messages: list[Message], text: str, *, prompt: bool = False) -> None:
-        """Raise RecordError if ``text``, the result of ``render``, lacks a turn, the tools or the tool calls.
+    def check_renders_all(self, messages: list[Message], text: str, *, prompt: bool = False) -> None:
+        """Raise RecordError if the template ignores the content of a turn, the tools or the tool calls.
 
-        The messages are rendered again with one of these removed or changed: if the text stays the same, the
-        template ignores it. Only the content of a turn that calls tools may be missing, because some models
-        never write such a content.
+        It ignores them if ``text``, the result of ``render``, stays the same without the tools, without all
+        tool calls, or with another content. A content that is found in the text is not rendered again. The
+        content of a turn that calls tools may be missing, because some templates never write it.
         """
 
         def drops(changed: list[Message], template: Template = self) -> bool:

@@ -34,11 +34,10 @@ EncoderInput = tuple[Record | Sample | KLPair | Unreadable, str]
 def with_kl_completions(
     items: Iterable[tuple[Record | Sample | Unreadable, str]], options: RecordOptions
 ) -> Iterator[EncoderInput]:
-    """Pair each record with the completion of the next one, and the last record with that of the first.
+    """Pair each record with the next completion that is not empty, for the KL term of KTO.
 
-    The pairs are the same in every layout. The next record is here the next one whose answer is not empty; a
-    record with an empty answer is left out later. Records that cannot be read are in no pair and keep their
-    places.
+    After the last record, the search continues with the first. The pairs do not depend on the layout. Records
+    that cannot be read are in no pair and keep their places.
     """
     held: list[EncoderInput] = []
     first: Turns | None = None
@@ -47,7 +46,7 @@ def with_kl_completions(
             completion = None if isinstance(item, Unreadable) else _completion(item, options, origin)
         except RecordError as error:
             item, completion = Unreadable(error), None
-        if completion is not None and says_something(completion):
+        if completion is not None and is_nonempty(completion):
             yield from _paired(held, completion)
             held, first = [], completion if first is None else first
         held.append((item, origin))
@@ -60,8 +59,8 @@ def _completion(item: Record | Sample, options: RecordOptions, origin: str) -> T
     return sample.completion
 
 
-def says_something(completion: Turns) -> bool:
-    """Return whether an answer has text or tool calls to train on."""
+def is_nonempty(completion: Turns) -> bool:
+    """Return whether a completion has text or tool calls."""
     if isinstance(completion, str):
         return bool(completion.strip())
     return any(turn["content"].strip() or "tool_calls" in turn for turn in completion)

@@ -46,7 +46,7 @@ class Prompt:
             )
         template = Template(tokenizer, self.tools, self.template_kwargs, "", frozenset(), self.origin)
         text = template.render(self.turns, prompt=True)
-        template.check_reads(self.turns, text, prompt=True)
+        template.check_renders_all(self.turns, text, prompt=True)
         chat: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return chat
 
