@@ -21,6 +21,7 @@ from components.data.records.hub_records import HubDataset
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import (
     Item,
+    PairAnswer,
     Record,
     Records,
     Unreadable,
@@ -33,8 +34,11 @@ from components.data.store.token_store import digest, file_digest
 STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "ranked": "rm", "unpaired": "kto"}
 
 
-SourceItem = tuple[Record | Sample | Unreadable, str]
-"""A record or a sample with its origin."""
+SourceItem = tuple[Record | Sample | PairAnswer | Unreadable, str]
+"""A record, a sample or an answer with its origin."""
+_SPLIT_TOGETHER = 1000
+"""Number of preference records whose chosen answers are followed by their rejected ones. It is the batch size
+of ``datasets.map``, with which TRL splits a data set."""
 
 
 @dataclass(frozen=True)
@@ -123,16 +127,19 @@ class RecordSource(ABC):
         if options.format == "auto":
             options = replace(options, format=detect(renamed(first, options), kind, origin))
         assert options.format != "auto"
-        if KINDS[options.format] != ("preference" if kind == "ranked" else kind):
+        found = KINDS[options.format]
+        split = found == "preference" and kind == "unpaired"
+        if not split and found != ("preference" if kind == "ranked" else kind):
             remedy = "give every record a 'label', " if kind == "unpaired" else ""
             raise ConfigError(
                 f"{self.name}: its format is {options.format}, and stage={STAGES[kind]} does not train on "
                 "that.\n"
-                f"Use stage={STAGES[KINDS[options.format]]}, {remedy}or name another format in data.format; "
-                f"a loss of your own trains on it with stage.kind={KINDS[options.format]}."
+                f"Use stage={STAGES[found]}, {remedy}or name another format in data.format; "
+                f"a loss of your own trains on it with stage.kind={found}."
             )
         options = replace(options, ranked=kind == "ranked" and "margin" not in options.ignore_fields)
-        items = islice(chain(begin, records), self.max_samples)
+        given = islice(chain(begin, records), self.max_samples)
+        items = _split_pairs(given) if split else given
         return SourceItems(options.format, items, options, read.reading.fraction)
 
 
@@ -222,6 +229,20 @@ def _converted(convert: Callable[[Record], Record], item: Item) -> Item:
         fields = f"The fields are {', '.join(record)}; correct the record, or convert."
         what = f"{origin}: convert raised {type(error).__name__}: {error}. {fields}"
         return Unreadable(RecordError(what)), origin
+
+
+def _split_pairs(items: Iterator[Item]) -> Iterator[SourceItem]:
+    """Yield both answers of each record as items of their own, for ``stage=kto``.
+
+    The answers to one prompt are kept apart, because KTO compares a prompt with the next item's answer.
+    """
+    while batch := list(islice(items, _SPLIT_TOGETHER)):
+        for chosen in (True, False):
+            for record, origin in batch:
+                if not isinstance(record, Unreadable):
+                    yield PairAnswer(record, chosen), origin
+                elif chosen:
+                    yield record, origin
 
 
 def _through_first_readable(records: Iterator[Item]) -> Iterator[Item]:

@@ -19,10 +19,12 @@ from components.data.records.messages import (
 )
 from components.data.records.options import Format, RecordOptions
 from components.data.records.preference_records import read_completion, read_preference, read_unpaired
+from components.data.records.record_files import PairAnswer, Record
 from components.data.records.samples import (
     ChatSample,
     CompletionSample,
     Message,
+    PreferenceSample,
     Sample,
     SegmentsSample,
     TextSample,
@@ -84,13 +86,17 @@ def detect(record: Mapping[str, object], kind: SampleKind, origin: str) -> Forma
     )
 
 
-def normalize(given: Mapping[str, object], options: RecordOptions, origin: str) -> tuple[Sample, list[str]]:
+def normalize(given: Record | PairAnswer, options: RecordOptions, origin: str) -> tuple[Sample, list[str]]:
     """Return the sample that a record describes, and the names of the fields that are not read.
 
     Raises:
         RecordError: if a field is missing or a type is wrong, or if a field that is not read would change
             what is trained.
     """
+    if isinstance(given, PairAnswer):
+        pair, unread = normalize(given.record, options, origin)
+        assert isinstance(pair, PreferenceSample)
+        return pair.unpaired(given.chosen), unread
     record = renamed(given, options)
     unread = unnamed(given, options) + unread_fields(record, options, origin)
     return _sample(record, options, origin), unread

@@ -29,6 +29,14 @@ class Unreadable:
     error: RecordError
 
 
+@dataclass(frozen=True)
+class PairAnswer:
+    """One of the two answers of a preference record, for a stage that trains on single answers."""
+
+    record: Record
+    chosen: bool
+
+
 Item = tuple[Record | Unreadable, str]
 """A record with its origin, ``FILE:LINE`` or ``FILE:ROW``, counted from 1."""
 _CODECS = {".gz": "gzip", ".zst": "zstd"}

@@ -68,6 +68,11 @@ class PreferenceSample:
     def answers(self) -> tuple[Turns, Turns]:
         return self.chosen, self.rejected
 
+    def unpaired(self, desirable: bool) -> "UnpairedSample":
+        """Return the chosen answer as a desirable one, or the rejected one as an undesirable one."""
+        answer = self.chosen if desirable else self.rejected
+        return UnpairedSample(self.prompt, answer, desirable, self.tools, answer, self.template_kwargs)
+
 
 @dataclass(frozen=True)
 class UnpairedSample:

@@ -13,26 +13,29 @@ from components.contracts.data import PAIRS, SampleKind
 from components.data.records.formats import normalize
 from components.data.records.messages import REASONING_KEYS
 from components.data.records.options import RecordError, RecordOptions
-from components.data.records.record_files import Record, Unreadable
+from components.data.records.record_files import PairAnswer, Record, Unreadable
 from components.data.records.samples import PreferenceSample, Sample, Turns, UnpairedSample
 from components.data.store.token_store import BadRecord, LeftOut, TokenChunk
 from components.data.tokenize.chat import Encoded, encode_sample
 from components.data.tokenize.truncation import LongSamples, fit
+
+Content = Record | PairAnswer | Sample
+"""The source of one sample, in one of three stages of reading."""
 
 
 @dataclass(frozen=True)
 class KLPair:
     """A record of unpaired data with the completion of another record as its mismatched answer."""
 
-    record: Record | Sample
+    record: Content
     kl_completion: Turns
 
 
-EncoderInput = tuple[Record | Sample | KLPair | Unreadable, str]
+EncoderInput = tuple[Content | KLPair | Unreadable, str]
 
 
 def with_kl_completions(
-    items: Iterable[tuple[Record | Sample | Unreadable, str]], options: RecordOptions
+    items: Iterable[tuple[Content | Unreadable, str]], options: RecordOptions
 ) -> Iterator[EncoderInput]:
     """Pair each record with the next completion that is not empty, for the KL term of KTO.
 
@@ -53,8 +56,8 @@ def with_kl_completions(
     yield from _paired(held, first)
 
 
-def _completion(item: Record | Sample, options: RecordOptions, origin: str) -> Turns:
-    sample = normalize(item, options, origin)[0] if isinstance(item, dict) else item
+def _completion(item: Content, options: RecordOptions, origin: str) -> Turns:
+    sample = normalize(item, options, origin)[0] if isinstance(item, dict | PairAnswer) else item
     assert isinstance(sample, UnpairedSample)
     return sample.completion
 
@@ -131,7 +134,7 @@ class Encoder:
             unread=Counter(chain.from_iterable(result.unread for result in encoded)),
         )
 
-    def _result(self, item: Record | Sample | KLPair | Unreadable, origin: str) -> EncodeResult | BadRecord:
+    def _result(self, item: Content | KLPair | Unreadable, origin: str) -> EncodeResult | BadRecord:
         try:
             return self._encode(item, origin)
         except RecordError as error:
@@ -139,7 +142,7 @@ class Encoder:
                 raise
             return BadRecord(origin, str(error).removeprefix(f"{origin}: "))
 
-    def _encode(self, item: Record | Sample | KLPair | Unreadable, origin: str) -> EncodeResult:
+    def _encode(self, item: Content | KLPair | Unreadable, origin: str) -> EncodeResult:
         if isinstance(item, Unreadable):
             raise item.error
         sample, unread = self._sample(item, origin)
@@ -156,7 +159,7 @@ class Encoder:
             unread=unread,
         )
 
-    def _sample(self, item: Record | Sample | KLPair, origin: str) -> tuple[Sample, Sequence[str]]:
+    def _sample(self, item: Content | KLPair, origin: str) -> tuple[Sample, Sequence[str]]:
         if isinstance(item, KLPair):
             sample, unread = self._sample(item.record, origin)
             assert isinstance(sample, UnpairedSample)
@@ -166,10 +169,11 @@ class Encoder:
                     "Set data.strings=chat, or give all records the same form."
                 )
             return replace(sample, kl_completion=item.kl_completion), unread
-        if not isinstance(item, dict):
+        if not isinstance(item, dict | PairAnswer):
             return item, ()
         sample, unread = normalize(item, self.options, origin)
-        return sample, [*unread, *self._unread_by_template(item)]
+        record = item.record if isinstance(item, PairAnswer) else item
+        return sample, [*unread, *self._unread_by_template(record)]
 
     def _unread_by_template(self, record: Record) -> Iterator[str]:
         """Yield the reasoning fields of messages that the chat template of the tokenizer does not read."""

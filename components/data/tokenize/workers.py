@@ -31,7 +31,7 @@ from components.data.data_sources import RecordSource, Source
 from components.data.progress import show_progress
 from components.data.records.formats import normalize
 from components.data.records.options import RecordError
-from components.data.records.record_files import Unreadable
+from components.data.records.record_files import PairAnswer, Unreadable
 from components.data.store.token_store import (
     CorruptTokenStore,
     StoreWriter,
@@ -256,7 +256,7 @@ def _with_count(error: RecordError, source: Source, kind: SampleKind) -> ConfigE
         try:
             if isinstance(item, Unreadable):
                 raise item.error
-            if isinstance(item, dict):
+            if isinstance(item, dict | PairAnswer):
                 normalize(item, found.options, origin)
         except RecordError:
             bad += 1

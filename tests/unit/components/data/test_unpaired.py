@@ -208,6 +208,33 @@ def test_data_without_labels_is_explained(tmp_path: Path) -> None:
         prepare(tmp_path, [record("ant", True), {"prompt": "a", "completion": "b"}], "unpaired")
 
 
+def test_pairs_are_split(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs: list[dict[str, Any]] = [
+        {
+            "prompt": f"What is a {name}?",
+            "chosen": f"A {name} is small.",
+            "rejected": f"{name.upper()} is large.",
+        }
+        for name in NAMES[:3]
+    ]
+    pairs[1] = {  # both answers contain the prompt
+        side: [
+            {"role": "user", "content": "What is a bee?"},
+            {"role": "assistant", "content": pairs[1][side]},
+        ]
+        for side in ("chosen", "rejected")
+    }
+    prepared = prepare(tmp_path, pairs, "unpaired", strings="chat", packing="none", max_length=64)
+    [source] = prepared.audit.train.sources
+    assert (source.format, source.samples) == ("preference", 6)
+    rows = [row for step in (0, 1) for row in found(microbatches(prepared, step), tokenizer)]
+    prompts, answers = ("ant", "bee", "cat") * 2, ("ant", "bee", "cat", "ANT", "BEE", "CAT")
+    labels = [DESIRABLE] * 3 + [UNDESIRABLE] * 3
+    mismatched = answers[1:] + answers[:1]  # never the other answer to the same prompt
+    others = zip(prompts, mismatched, [KL_COMPLETION] * 6, strict=True)
+    assert {*rows} == {*zip(prompts, answers, labels, strict=True), *others}
+
+
 def test_the_embedded_data_has_both_labels(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     samples = list(StdlibData(cache_dir=str(tmp_path)).train_sources()[0][0].items("unpaired").items)[:200]
     labels = [sample.desirable for sample, _ in samples if isinstance(sample, UnpairedSample)]

@@ -1,5 +1,6 @@
 """Records in TRL's documented formats give the tokens and labels that TRL's trainers give."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from transformers import (
 )
 
 from components.contracts.data import SampleKind
-from components.data.records.formats import detect
-from components.data.records.options import RecordOptions
+from components.data.data_sources import FileSource
+from components.data.records.formats import detect, normalize
+from components.data.records.options import RecordError, RecordOptions
+from components.data.records.record_files import PairAnswer
+from components.data.records.samples import UnpairedSample
 from components.data.tokenize.encoder import Encoder, with_kl_completions
 from components.data.tokenizer import PATH
 
@@ -155,3 +159,24 @@ def test_labelled_completions(
     row = trained(trl.KTOTrainer, trl.KTOConfig, record, tmp_path, model=model, tokenizer=tokenizer)
     expected = [split_at(row["prompt_ids"], row["completion_ids"])]
     assert ours(record, "unpaired", tokenizer) == without_blanks_after_the_stop_token(expected, tokenizer)
+
+
+def test_pairs_are_split_as_by_trl(tmp_path: Path) -> None:
+    pairs = [
+        {"prompt": f"{i}?", "chosen": f" {i}.", "rejected": None if i == 5 else " no."} for i in range(1002)
+    ]
+    expected = trl.unpair_preference_dataset(datasets.Dataset.from_list(pairs)).to_list()
+    assert {len(expected), sum(row["completion"] is None for row in expected)} == {2004, 1}
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    split = []
+    for item, origin in FileSource(option="data.train", path=str(path)).items("unpaired").items:
+        assert isinstance(item, PairAnswer)
+        if origin.endswith(":6"):
+            with pytest.raises(RecordError, match="rejected"):
+                normalize(item, RecordOptions(format="preference"), origin)
+            continue
+        sample, _ = normalize(item, RecordOptions(format="preference"), origin)
+        assert isinstance(sample, UnpairedSample)
+        split.append({"prompt": sample.prompt, "completion": sample.completion, "label": sample.desirable})
+    assert split == [row for row in expected if row["prompt"] != "5?"]
