@@ -32,6 +32,8 @@ class TokenStats:
     log_sum_sq_probs: Tensor | None = None
     """``logsumexp(2 z) - 2 logsumexp(z)``: log of the sum of squared probabilities (WPO), without
     gradient."""
+    correct: Tensor | None = None
+    """1 if no logit is larger than ``z[y]``, else 0, without gradient."""
     values: Tensor | None = None
     """The output of the scalar head at every position, with or without a label."""
 

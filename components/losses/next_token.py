@@ -26,6 +26,8 @@ class NextToken:
     labelled tokens)."""
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    token_accuracy: bool = False
+    """Whether the share of labelled tokens with the largest logit of the vocabulary is reported."""
 
     reference: ClassVar[ReferenceChoice] = "none"
 
@@ -38,8 +40,13 @@ class NextToken:
 
     @property
     def requires(self) -> frozenset[str]:
-        wanted = {"mean_logp": self.label_smoothing, "logsumexp": self.z_loss}
+        wanted = {"mean_logp": self.label_smoothing, "logsumexp": self.z_loss, "correct": self.token_accuracy}
         return frozenset(name for name, strength in wanted.items() if strength)
+
+    @property
+    def _is_nll(self) -> bool:
+        """Whether the loss has no term besides the negative log-likelihood."""
+        return not self.label_smoothing and not self.z_loss
 
     def counts(self, batch: Batch) -> dict[str, int]:
         if self.normalize == "token":
@@ -47,7 +54,7 @@ class NextToken:
         return {"loss": int((batch.sum_per_sequence(batch.labels != IGNORE) > 0).sum())}
 
     def weights(self, batch: Batch) -> Tensor | None:
-        return None if self.requires else self.token_weights(batch)
+        return self.token_weights(batch) if self._is_nll else None
 
     def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:  # noqa: ARG002
         return microbatches
@@ -55,13 +62,15 @@ class NextToken:
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         nll, eps, metrics = -stats.logps, self.label_smoothing, {}
         per_token = nll
-        if self.requires:
+        if not self._is_nll:
             metrics["nll"] = nll
         if stats.mean_logp is not None:
             per_token = (1 - eps) * per_token - eps * stats.mean_logp
         if stats.logsumexp is not None:
             metrics["z_loss"] = self.z_loss * stats.logsumexp.square()
             per_token = per_token + metrics["z_loss"]
+        if stats.correct is not None:
+            metrics["token_accuracy"] = stats.correct
         total = (self.token_weights(batch) * per_token).sum(dtype=torch.float64)
         tokens = len(batch.labelled())
         return LossOutput(

@@ -17,7 +17,8 @@ from components.engines.shared.vocab_parallel import VocabularyShard
 from tests.chunked_stats import chunked_stats
 
 V = 53
-ALL = frozenset({"logsumexp", "mean_logp", "log_sum_sq_probs"})
+CORRECT = frozenset({"correct"})
+ALL = frozenset({"logsumexp", "mean_logp", "log_sum_sq_probs"}) | CORRECT
 Split = Sequence[tuple[int, int]]
 """First row and number of rows of each rank."""
 
@@ -42,13 +43,15 @@ class Case:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Return hidden ``[1, tokens, width]``, weight ``[V, width]``, bias ``[V]`` and labels.
 
-        About a third of the labels is ignored.
+        About a third of the labels is ignored. Every third of the first 33 has the largest logit,
+        unless the bias changes that.
         """
         g = torch.Generator().manual_seed(0)
         hidden = (self.scale * torch.randn(1, self.tokens, self.width, generator=g)).to(self.dtype)
         weight = torch.randn(V, self.width, generator=g).to(self.dtype)
         bias = torch.randn(V, generator=g).to(self.dtype) if self.bias else None
         labels = torch.randint(0, V, (1, self.tokens), generator=g)
+        labels[:, :33:3] = (hidden[:, :33:3] @ weight.T).argmax(-1)
         labels[torch.rand(labels.shape, generator=g) < (0.35 if self.labelled else 2.0)] = IGNORE
         if self.nan_row is not None:
             weight[self.nan_row] = torch.nan
@@ -86,7 +89,7 @@ def answer(case: Case, rows: slice = slice(None), shard: VocabularyShard | None 
     inputs = [
         t.clone().requires_grad_() for t in (hidden, weight[rows]) + (() if bias is None else (bias[rows],))
     ]
-    weights, requires = (case.weights(), frozenset()) if case.weighted else (None, ALL)
+    weights, requires = (case.weights(), CORRECT) if case.weighted else (None, ALL)
     with Watch() as watch:
         stats = chunked_stats(
             inputs[0],
@@ -115,8 +118,11 @@ def exact(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
     logp = logits.log_softmax(-1)
     chosen = logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     squares = (2 * logp.detach()).logsumexp(-1)
-    stats = TokenStats(chosen * keep, logits.logsumexp(-1) * keep, logp.mean(-1) * keep, squares * keep)
-    stats = replace(stats, **dict.fromkeys(ALL)) if case.weighted else stats
+    correct = (logits.argmax(-1) == labels).to(chosen.dtype)
+    stats = TokenStats(
+        chosen * keep, logits.logsumexp(-1) * keep, logp.mean(-1) * keep, squares * keep, correct
+    )
+    stats = replace(stats, **dict.fromkeys(ALL - CORRECT)) if case.weighted else stats
     parts = [t.detach() for t in vars(stats).values() if t is not None]
     return Answer(parts, list(torch.autograd.grad(case.loss(stats), inputs)))
 

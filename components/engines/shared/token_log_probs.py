@@ -54,7 +54,8 @@ def token_stats(
         head_bias: ``[V]``.
         requires: statistics besides ``logps``: names of other fields of ``TokenStats``.
         weights: float32 like ``labels``, given only if the loss is ``-(weights * logps).sum()`` times a
-            number. The gradients are then computed in the forward pass, which saves one matmul of four.
+            number. The gradients are then computed in the forward pass, which saves one matmul of four. No
+            statistics with a gradient may then be required.
         label_index: int64 ``[n]``, the positions of labels in ``labels.reshape(-1)``. None means that they
             are computed here, which makes the host wait.
         shard: with a vocabulary split over ranks, the rows that ``head_weight [n, H]`` and ``head_bias [n]``
@@ -77,10 +78,10 @@ def token_stats(
     differentiable = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     logsumexp = mean_logp = log_squares = None
     if weights is not None and differentiable:
-        assert not requires, "a loss with weights is a sum of logps alone"
-        logps = WeightedStats.apply(*inputs, weights.reshape(-1).index_select(0, index))
+        assert requires <= {"correct"}, "a loss with weights is a sum of logps alone"
+        logps, correct = WeightedStats.apply(*inputs, weights.reshape(-1).index_select(0, index))
     else:
-        logps, logsumexp, mean_logp, log_squares = ChunkedStats.apply(*inputs)
+        logps, logsumexp, mean_logp, log_squares, correct = ChunkedStats.apply(*inputs)
 
     def spread(values: Tensor | None) -> Tensor | None:
         return None if values is None else Spread.apply(values, index, labels.shape)
@@ -88,7 +89,7 @@ def token_stats(
     logps = spread(logps)
     assert logps is not None
     wanted = logsumexp if "logsumexp" in requires else None
-    return TokenStats(logps, spread(wanted), spread(mean_logp), spread(log_squares))
+    return TokenStats(logps, spread(wanted), spread(mean_logp), spread(log_squares), spread(correct))
 
 
 def scalar_stats(hidden: Tensor, weight: Tensor) -> TokenStats:
@@ -175,6 +176,8 @@ class HeadChunking:
             found["mean_logp"] = found["mean_logp"] / self.vocabulary.size - logsumexp
         if "log_sum_sq_probs" in found:
             found["log_sum_sq_probs"] = found["log_sum_sq_probs"].log() - 2 * total.log()
+        if "correct" in self.requires:
+            found["correct"] = (chosen >= largest).to(chosen.dtype)
         return total, logsumexp, chosen - logsumexp, found
 
     def _sums(self, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -258,15 +261,14 @@ class ChunkedStats(torch.autograd.Function):
                 others[name][chunk] = values
         ctx.head = head
         ctx.save_for_backward(rows, weight, bias, targets, logsumexp)
-        log_squares = others.get("log_sum_sq_probs")
-        if log_squares is not None:
-            ctx.mark_non_differentiable(log_squares)
-        return logps, logsumexp, others.get("mean_logp"), log_squares
+        constants = [others.get(name) for name in ("log_sum_sq_probs", "correct")]
+        ctx.mark_non_differentiable(*(values for values in constants if values is not None))
+        return logps, logsumexp, others.get("mean_logp"), *constants
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets, logsumexp = ctx.saved_tensors
-        g_logp, g_logsumexp, g_mean, _ = grads
+        g_logp, g_logsumexp, g_mean = grads[:3]
         assert g_logp is not None
         assert g_logsumexp is not None
         g_softmax = g_logsumexp - g_logp if g_mean is None else g_logsumexp - g_logp - g_mean
@@ -292,7 +294,7 @@ class ChunkedStats(torch.autograd.Function):
 
 
 class WeightedStats(torch.autograd.Function):
-    """The ``logps`` for a loss ``-c * (weights * logps).sum()``.
+    """The ``logps``, and ``correct`` if required, for a loss ``-c * (weights * logps).sum()``.
 
     The forward pass computes the gradients for c = 1, and the backward pass multiplies them by c.
     """
@@ -306,13 +308,16 @@ class WeightedStats(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         weights: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         logps = rows.new_empty(len(rows), dtype=stats_dtype(rows))
+        correct = torch.empty_like(logps) if "correct" in head.requires else None
         ctx.weights = weights = weights.to(logps.dtype)
         ctx.gradients = Gradients(rows, weight, bias, ctx.needs_input_grad[1:4])
         for chunk in head.chunks(rows):
             logits, weight_of = head.logits(rows[chunk], weight, bias), weights[chunk]
-            total, logsumexp, logps[chunk], _ = head.exponentiate(logits, targets[chunk])
+            total, logsumexp, logps[chunk], found = head.exponentiate(logits, targets[chunk])
+            if correct is not None:
+                correct[chunk] = found["correct"]
             if head.fused:
                 columns = targets[chunk] - head.vocabulary.start
                 fused_softmax.write_gradient(logits, logsumexp, weight_of, columns, -weight_of)
@@ -321,7 +326,9 @@ class WeightedStats(torch.autograd.Function):
                 head.vocabulary.add_to_targets_(logits, targets[chunk], -weight_of)
             ctx.gradients.add(chunk, logits)
             del logits
-        return logps
+        if correct is not None:
+            ctx.mark_non_differentiable(correct)
+        return logps, correct
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -147,6 +147,23 @@ def test_requires_and_metrics(smoothing: float, z_loss: float) -> None:
         torch.testing.assert_close(value.float(), expected.sum().detach())
 
 
+def test_token_accuracy() -> None:
+    """It is reported with a loss whose gradient the forward pass computes, and with one whose it does not."""
+    batch, (embedding, head) = packed(label_rows()), table()
+    top = (embedding[batch.input_ids] @ head.T).argmax(-1)
+    labelled = batch.labels != IGNORE
+    batch.labels[:, ::2] = torch.where(labelled, top, IGNORE)[:, ::2]
+    for loss in (NextToken(token_accuracy=True), NextToken(token_accuracy=True, z_loss=0.1)):
+        weights = loss.weights(batch)
+        assert (weights is None) == bool(loss.z_loss)
+        stats = token_stats(
+            embedding[batch.input_ids], head, batch.labels, requires=loss.requires, weights=weights
+        )
+        correct, count = loss(stats, batch).metrics["token_accuracy"]
+        assert count == sum(LABELLED)
+        assert 0 < int(correct) == int((labelled & (batch.labels == top)).sum()) < count
+
+
 REFUSED = [
     ("stage.label_smoothing", {"label_smoothing": 1.0}),
     ("stage.label_smoothing", {"label_smoothing": -0.1}),

@@ -14,7 +14,7 @@ from components.engines.shared.token_log_probs import token_stats
 from tests.chunked_stats import chunked_stats
 
 H, V = 16, 53
-ALL = frozenset({"logsumexp", "mean_logp", "log_sum_sq_probs"})
+ALL = frozenset({"logsumexp", "mean_logp", "log_sum_sq_probs", "correct"})
 CHUNKS = [1, 7, 1000]
 KINDS = ["plain", "bias", "fused"]
 
@@ -27,6 +27,7 @@ def make(
     hidden = (scale * torch.randn(3, 11, H, generator=g)).to(dtype).requires_grad_()
     weight = torch.randn(V, H, generator=g).to(dtype).requires_grad_()
     labels = torch.randint(0, V, (3, 11), generator=g)
+    labels[0] = (hidden[0] @ weight.T).argmax(-1)  # chance would make almost none the largest of 53
     labels[torch.rand(3, 11, generator=g) < (0.35 if labelled else 2.0)] = IGNORE
     vector = torch.randn(V, generator=g).to(dtype).requires_grad_() if bias else None
     return hidden, weight, labels, vector
@@ -39,7 +40,10 @@ def full(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) ->
     logp = logits.log_softmax(-1)
     picked = logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     squares = (2 * logp).logsumexp(-1).detach()
-    return TokenStats(picked * keep, logits.logsumexp(-1) * keep, logp.mean(-1) * keep, squares * keep)
+    correct = (logits.argmax(-1) == labels).to(picked.dtype)
+    return TokenStats(
+        picked * keep, logits.logsumexp(-1) * keep, logp.mean(-1) * keep, squares * keep, correct
+    )
 
 
 def mixed(stats: TokenStats) -> Tensor:
@@ -94,9 +98,10 @@ def test_gradients_made_in_the_forward_equal_those_of_full_logits(
     hidden, weight, labels, vector = make(bias=kind == "bias")
     weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) * (labels != IGNORE)
     options: dict[str, Any] = {"weights": weights, "chunk_size": chunk_size, "fused": kind == "fused"}
-    ours = chunked_stats(hidden, weight, labels, head_bias=vector, **options)
+    ours = chunked_stats(hidden, weight, labels, head_bias=vector, requires=frozenset({"correct"}), **options)
     theirs = full(hidden, weight, labels, vector)
     torch.testing.assert_close(ours.logps, theirs.logps, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.correct, theirs.correct)
     inputs = (hidden, weight, vector)
     grads = [gradients(-scale * (weights * s.logps).sum(), *inputs) for s in (ours, theirs)]
     assert_close(*grads, 1e-5)
