@@ -91,6 +91,7 @@ WORKS: dict[str, Work] = {
     "dora": Work(("stage=sft", "adapter=dora"), MicrobatchShape(1, 1024, 512, 2), ("single", "fsdp2")),
     "muon": Work(("stage=pt", "optimizer=muon"), MicrobatchShape(1, 64, 64, 1), ALL_MUON),
     "muon bf16": Work(("stage=pt", "optimizer=muon", "run.dtype=bf16"), MicrobatchShape(1, 64, 64, 1), SOME),
+    "ema": Work(("stage=pt", "hook=ema"), MicrobatchShape(1, 64, 64, 1), SOME),
     "experts": Work(("stage=pt", "model=moe_tiny"), MicrobatchShape(1, 1024, 1024, 2), EXPERTS),
 }
 
@@ -183,6 +184,7 @@ def estimated(
         loss=experiment.stage,
         reference=source.engine_mode,
         adapter=experiment.adapter,
+        weight_copies=sum(hook.weight_copies for hook in experiment.hook.values()),
     )
     model = experiment.model.build(experiment.model.config())
     assert isinstance(experiment.parallelism, EngineLayout)

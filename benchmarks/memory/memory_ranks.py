@@ -12,14 +12,18 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from components.contracts.batch import IGNORE, Batch
-from components.contracts.engine import Engine
+from components.contracts.data import BatchStats
+from components.contracts.engine import Engine, StepResult
 from components.preflight.estimates.quantities import MicrobatchShape
 from components.rank_info import RankInfo
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
+from runner.training.prove import unlogged_run
 from runner.training.rank import build_engine
+from runner.training.state import TrainState
 
 STEP = "the measured step"
+NO_STATS = BatchStats(0, 0, 0, 0, 0.0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -40,18 +44,25 @@ def measure(
 ) -> Held:
     """Measure the second of two steps of ``config``.
 
-    The first one creates the moments.
+    The first one creates the moments. Hooks begin before it.
     """
     experiment = build_experiment(config, ConfigSources())
-    engines: list[Engine] = []
+    hooks, engines = experiment.hook.values(), list[Engine]()
 
     def begin() -> None:
         engines.append(build_engine(experiment, device))
-        step(engines[0], experiment, workload)
+        for hook in hooks:
+            hook.begin(unlogged_run(experiment, Path(), engines[0], TrainState()))
+        measured()
+
+    def measured() -> None:
+        result = step(engines[0], experiment, workload)
+        for hook in hooks:
+            hook.after_step(unlogged_run(experiment, Path(), engines[0], TrainState()), result, NO_STATS)
 
     instrument = instrument or (on_gpu if device == "cuda" else on_cpu)
     try:
-        peak = instrument(begin, lambda: step(engines[0], experiment, workload))
+        peak = instrument(begin, measured)
         return Held(stage_of(engines[0].describe()["mesh"]), peak)
     finally:
         while engines:
@@ -116,12 +127,12 @@ def memory(key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
 
 
-def step(engine: Engine, experiment: Experiment, workload: MicrobatchShape) -> None:
+def step(engine: Engine, experiment: Experiment, workload: MicrobatchShape) -> StepResult:
     loss = experiment.stage
     microbatches = loss.prepare(make_batches(experiment, workload), engine)
     engine.begin_train_step(microbatches, loss)
     engine.train_microbatches(microbatches, loss, last=True)
-    engine.finish_train_step(1e-4)
+    return engine.finish_train_step(1e-4)
 
 
 def make_batches(experiment: Experiment, workload: MicrobatchShape) -> list[Batch]:

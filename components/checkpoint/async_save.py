@@ -2,13 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from components.checkpoint.flat_shard import FlatShard
 
@@ -32,11 +33,11 @@ class HostCopy:
         The copy is valid until the next call.
         """
         copies, waits = {}, False
-        copied: dict[tuple[object, ...], Tensor] = {}  # several keys may share one tensor
+        copied: dict[Hashable, Tensor] = {}  # several keys may share one tensor
         for key, tensor in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             waits |= local.device.type != "cpu"
-            where = (local.data_ptr(), local.shape, local.stride(), local.dtype)
+            where = view_of(local)
             if where not in copied:
                 copied[where] = self.buffer(key, local).copy_(local, non_blocking=True)
             copies[key] = placed_like(tensor, copied[where])
@@ -50,6 +51,12 @@ class HostCopy:
             found = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type != "cpu")
             self.buffers[key] = found
         return found
+
+
+def view_of(local: Tensor) -> Hashable:
+    """Return a key that is equal for equal views of one piece of memory, as shards of fused weights have."""
+    storage = StorageWeakRef(local.untyped_storage())  # fake tensors have no addresses
+    return storage, local.storage_offset(), local.shape, local.stride(), local.dtype
 
 
 def placed_like(tensor: Tensor, local: Tensor) -> Tensor:

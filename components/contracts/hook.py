@@ -71,6 +71,9 @@ class Hook:
     on_error: Literal["stop", "warn"] = "stop"
     generates_text: ClassVar[bool] = False
     """Whether the hook completes prompts with the model, which a reward model cannot."""
+    weight_copies: ClassVar[int] = 0
+    """Number of fp32 copies of the trained weights that the hook keeps, for the estimate of memory. Each rank
+    keeps a copy of ``engine.tensors(model_only=True)``."""
 
     def check(self) -> None:
         """Raise ConfigError if a requirement is missing; called before any rank starts."""

@@ -1,16 +1,17 @@
 """A hook that keeps an exponential moving average of the weights."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from components.adapters import LoRA
-from components.checkpoint.async_save import placed_like
+from components.checkpoint.async_save import placed_like, view_of
 from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.engine import Engine, StepResult
 from components.contracts.errors import ConfigError
@@ -29,6 +30,7 @@ class EMA(Hook):
     the average, and any layout can resume from it.
     """
 
+    weight_copies: ClassVar[int] = 1
     decay: float = 0.999
 
     def __post_init__(self) -> None:
@@ -39,15 +41,22 @@ class EMA(Hook):
         if not isinstance(run.adapter, LoRA | None):
             raise ConfigError("hook.ema: cannot export the average of an adapter of your own; leave it out.")
         self.saved = run.resumed_from  # a run that was killed before its export has no further step
-        self.average = {
-            name: placed_like(weight, local(weight).clone()) for name, weight in weights(run.engine).items()
-        }
+        self.average: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}
+        """The memory of the averages, by the name of the first weight in it. Fused weights share theirs."""
+        first: dict[Hashable, str] = {}
+        for name, weight in weights(run.engine).items():
+            owner = first.setdefault(view_of(local(weight)), name)
+            if owner == name:
+                self.copies[name] = local(weight).clone()
+            self.average[name] = placed_like(weight, self.copies[owner])
 
     @torch.no_grad()
     def after_step(self, run: HookRun, result: StepResult, *_: object) -> None:
         if not result.skipped:
-            for name, weight in weights(run.engine).items():
-                local(self.average[name]).lerp_(local(weight), 1 - self.decay)
+            found = weights(run.engine)
+            for name, copy in self.copies.items():
+                copy.lerp_(local(found[name]), 1 - self.decay)
 
     def after_save(self, run: HookRun, checkpoint: Path) -> None:  # noqa: ARG002
         self.saved = checkpoint

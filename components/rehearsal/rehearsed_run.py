@@ -1,6 +1,7 @@
 """The rehearsal of one rank: build its engine, run train steps, and copy its state as for a checkpoint."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +9,8 @@ from components.checkpoint.async_save import HostCopy
 from components.checkpoint.flat_shard import FlatShard
 from components.contracts.configs import ModelConfig, OptimizerConfig, Prepared
 from components.contracts.data import BatchShard
-from components.contracts.engine import EngineOptions
+from components.contracts.engine import Engine, EngineOptions
+from components.contracts.hook import Hook, HookRun
 from components.contracts.loss import Loss
 from components.contracts.parallelism import ParallelismSpec
 from components.models import ModelSpec
@@ -29,6 +31,10 @@ class RehearsedRun:
     data: Prepared
     global_batch_size: int
     micro_batch_size: int
+    hooks: Sequence[Hook]
+    """Hooks that keep copies of the weights."""
+    observed: Callable[[Engine], HookRun]
+    """Function that returns the run that hooks observe."""
 
 
 def install(gpu: fake_cuda.Gpu, rank: int, world_size: int) -> RehearsalMode:
@@ -59,6 +65,9 @@ def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, fl
         took["build"] = time.perf_counter() - began
         shard = BatchShard(run.global_batch_size, run.micro_batch_size, engine.dp_rank, engine.dp_size)
         loader = run.data.train_loader(shard)
+        hook_run = run.observed(engine)
+        for hook in run.hooks:
+            hook.begin(hook_run)
         for step in range(steps):
             mode.count_anew()
             began = time.perf_counter()
@@ -70,7 +79,9 @@ def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, fl
             mode.step = "microbatches"
             engine.train_microbatches(batches, run.loss, last=True)
             mode.step = "update"
-            engine.finish_train_step(run.optimizer.lr)
+            result = engine.finish_train_step(run.optimizer.lr)
+            for hook in run.hooks:
+                hook.after_step(hook_run, result, loader.stats(step))
             if options.sync_reference:
                 engine.mix_reference(0.5)
             took[f"step {step + 1}"] = time.perf_counter() - began

@@ -266,6 +266,7 @@ class RunPreparation:
             compiled=run.compile,
             kernels=run.kernels,
             float8=run.dtype == "fp8",
+            weight_copies=sum(hook.weight_copies for hook in experiment.hook.values()),
             max_length=experiment.data.max_length,
             shares_prompts=experiment.data.share_prompt,
         )

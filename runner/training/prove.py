@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from components.contracts.engine import Engine
@@ -32,23 +33,6 @@ def prove_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_pr
 
 def proof_run(experiment: Experiment, folder: Path, data: Json) -> ProofRun:
     """Build the ``ProofRun`` of ``experiment`` with prepared ``data``; hooks write to ``folder``."""
-
-    def observed(engine: Engine, state: RunState) -> HookRun:
-        return HookRun(
-            folder=folder,
-            is_main=RankInfo.read().rank == 0,
-            engine=engine,
-            model=experiment.model,
-            adapter=experiment.adapter,
-            dtype=DTYPES[experiment.run.dtype],
-            seed=experiment.run.seed,
-            state=state,
-            num_steps=experiment.preflight.num_steps,
-            resumed_from=None,
-            log=lambda _: None,
-            log_table=lambda *_: None,
-        )
-
     return ProofRun(
         build=lambda optimizer: build_engine(replace(experiment, optimizer=optimizer), "cpu"),
         optimizer=experiment.optimizer,
@@ -57,7 +41,25 @@ def proof_run(experiment: Experiment, folder: Path, data: Json) -> ProofRun:
         data=experiment.data.restore(data),
         micro_batch_size=experiment.run.rows_per_microbatch,
         hooks=[reference_hook(experiment), *experiment.hook.values()],
-        observed=observed,
+        observed=partial(unlogged_run, experiment, folder),
         steps=experiment.preflight.num_steps,
         vocabulary=experiment.model.config().get_text_config().vocab_size,
+    )
+
+
+def unlogged_run(experiment: Experiment, folder: Path, engine: Engine, state: RunState) -> HookRun:
+    """Return a run for hooks that writes no metrics."""
+    return HookRun(
+        folder=folder,
+        is_main=RankInfo.read().rank == 0,
+        engine=engine,
+        model=experiment.model,
+        adapter=experiment.adapter,
+        dtype=DTYPES[experiment.run.dtype],
+        seed=experiment.run.seed,
+        state=state,
+        num_steps=experiment.preflight.num_steps,
+        resumed_from=None,
+        log=lambda _: None,
+        log_table=lambda *_: None,
     )

@@ -11,7 +11,9 @@ from components.rehearsal.rehearsed_run import RehearsedRun, install, rehearse
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.run_dir import read_run_config
+from runner.training.prove import unlogged_run
 from runner.training.rank import training_options
+from runner.training.state import TrainState
 
 
 def rehearse_rank(folder: Path, request: Json) -> Json:
@@ -34,6 +36,8 @@ def rehearse_rank(folder: Path, request: Json) -> Json:
         data=experiment.data.restore(request["data"]),
         global_batch_size=experiment.run.global_batch_size,
         micro_batch_size=experiment.run.rows_per_microbatch,
+        hooks=[hook for hook in experiment.hook.values() if hook.weight_copies],
+        observed=lambda engine: unlogged_run(experiment, folder, engine, TrainState()),
     )
     mode = install(Gpu(**request["gpu"]), rank, world_size)
     seconds = rehearse(run, mode, request["steps"])

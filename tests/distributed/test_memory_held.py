@@ -31,6 +31,9 @@ CELLS = [
     ("fsdp2 tp2", "muon"),
     ("fsdp2 ep2", "experts"),
     ("ep2", "experts"),
+    ("fsdp2 tp2", "ema"),
+    ("megatron", "ema"),
+    ("dp2 sharded", "ema"),
 ]
 
 IN_RAM = """

@@ -15,6 +15,7 @@ LARGE = {
     "0.6b fp32 megatron": [*SINGLE_FP32, "parallelism=megatron"],
     "1b dora": ["model=llama3_1b", "parallelism=single", "adapter=dora"],
     "8b": [*EIGHT_LAYERS, "model=qwen3_8b", "parallelism=fsdp2", "parallelism.dp=8"],
+    "8b averaged": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "hook=ema"],
     "8b muon": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "optimizer=muon"],
     "8b fp8": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "run.dtype=fp8"],
     "8b fp8 gathered": [
@@ -50,6 +51,14 @@ LARGE = {
         "parallelism.sequence_parallel=true",
         "parallelism.distributed_optimizer=true",
         "parallelism.activation_checkpointing=none",
+    ],
+    "8b megatron averaged": [
+        *EIGHT_LAYERS,
+        "parallelism=tp2",
+        "parallelism.dp=4",
+        "parallelism.sequence_parallel=true",
+        "parallelism.distributed_optimizer=true",
+        "hook=ema",
     ],
     "8b in part": [
         *EIGHT_LAYERS,

@@ -133,6 +133,8 @@ def memory(
         rounded_weight=max((linear.weight.numel() for linear in linears.values()), default=0),
     )
     resting = held.between_steps(len(optimizer.moments))
+    if step.weight_copies:
+        resting["averages"] = step.weight_copies * held.weights.unsharded_trained * FP32 // shards
     asked = list(held.moments())
     if optimizer.scope == "matrix":
         ranks = step.world_size
@@ -154,7 +156,8 @@ def memory(
     if held.offloads_activations:
         host["activations"] = sum(held.saved_by_block) + held.final_norm
     if held.offloads:
-        host |= {name: parts.pop(name) for name in ("weights", "moments", "reference") if name in parts}
+        stays = ("weights", "moments", "averages", "reference")
+        host |= {name: parts.pop(name) for name in stays if name in parts}
         host["gradients"] = held.weights.unsharded_trained * FP32 // shards
     return [RankMemory(0, parts, host)]
 

@@ -76,6 +76,11 @@ def memory(
         host: Bytes = {}
         if layout.optimizer_cpu_offload:
             host = stage.offloaded(resting.pop("moments"))
+        if step.weight_copies:
+            on_device = whole or (layout.distributed_optimizer and not layout.optimizer_cpu_offload)
+            place = resting if on_device or step.device == "cpu" else host
+            written = owned.weights if whole else stage.written_bytes(step.world_size)
+            place["averages"] = step.weight_copies * written
         if stage.offloads_activations:
             host["activations"] = stage.in_flight * stage.saved_by_layers
         moments = [*(add_by_name(resting, moment) for moment in asked), *built]
@@ -180,6 +185,14 @@ class StageMemory:
         """Bytes in fp32 of the parameters that this rank updates."""
         trained, experts = self.weights.trained, self.weights.trained_experts
         return (trained - experts) * FP32 // self.shards.plain + experts * FP32 // self.shards.experts
+
+    def written_bytes(self, world_size: int) -> int:
+        """Return the fp32 bytes of the weights that this rank writes to a checkpoint.
+
+        Without the distributed optimizer, the weights are dealt out to the ranks that hold the same ones.
+        """
+        layout = replace(self.layout, distributed_optimizer=True)
+        return replace(self, shards=OptimizerShards.of(layout, world_size)).optimizer_shard
 
     def moments(self) -> Iterator[Bytes]:
         """Yield the bytes, in addition to those between steps, at the moments that can be the peak."""

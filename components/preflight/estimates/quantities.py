@@ -40,6 +40,8 @@ class MemoryInputs:
     adapter: Any = None
     float8: bool = False
     """Whether matrix products of linear layers are in float8."""
+    weight_copies: int = 0
+    """Number of fp32 copies of the trained weights that hooks keep."""
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ class Candidate:
     kernels: Kernels
     float8: bool
     """Whether matrix products are in float8."""
+    weight_copies: int
+    """Number of fp32 copies of the trained weights that hooks keep."""
     shares_prompts: bool
     max_length: int
     """``data.max_length``"""
@@ -78,6 +80,7 @@ class Candidate:
             reference_model=self.reference_model,
             adapter=self.adapter,
             float8=self.float8,
+            weight_copies=self.weight_copies,
         )
         return memory(self.layout, self.model, self.optimizer, step)
 

@@ -172,3 +172,25 @@ def test_masks_are_those_that_attention_makes(length: int, monkeypatch: pytest.M
     packed_sdpa(*inputs, [length], window=None, scale=None, dropout=0.0)
     found = mask_bytes(length, RunShape(torch.float32, "cpu", "none"))
     assert found == sum(mask.nbytes for mask in made)
+
+
+def test_averages_of_weights_are_where_the_engine_keeps_its_weights() -> None:
+    """A rank averages what it writes to checkpoints: its shard of the fp32 weights, or its share of them."""
+    made = experiment("model=llama3_8b").model
+    numel = sum(p.numel() for p in made.build(made.config()).parameters())
+    sharded = ("parallelism=megatron", "parallelism.distributed_optimizer=true")
+    layouts = [
+        (("parallelism=fsdp2",), "parts"),
+        (("parallelism=fsdp2", "parallelism.cpu_offload=true"), "host"),
+        (sharded, "parts"),
+        ((*sharded, "parallelism.optimizer_cpu_offload=true"), "host"),
+        (("parallelism=megatron",), "host"),
+    ]
+    for layout, place in layouts:
+        chosen = ("model=llama3_8b", *layout, "parallelism.dp=8")
+        (plain,), (averaged,) = estimate(*chosen), estimate(*chosen, weight_copies=1)
+        new = getattr(averaged, place)["averages"]
+        assert 8 * new == pytest.approx(4 * numel, rel=1e-3), layout
+        assert averaged.total - plain.total == (new if place == "parts" else 0), layout
+    (whole,) = estimate("parallelism=megatron", "optimizer=muon", weight_copies=1)
+    assert whole.parts["averages"] == whole.parts["masters"]
