@@ -13,7 +13,9 @@ from components.accelerator import inference_device
 from components.atomic_write import write_atomic
 from components.contracts.errors import check_at_least_one
 from components.contracts.hook import Hook, HookRun
-from components.data.tokenize.prompts import read_prompts
+from components.contracts.json_types import Json
+from components.data.records.options import RecordOptions
+from components.data.tokenize.prompts import Prompt, read_prompts
 from components.models.generate import complete, load_model, use_plain_decoding
 
 
@@ -31,16 +33,25 @@ class Samples(Hook):
     """Path of a file or folder, or a pattern of paths; records have ``messages``, ``prompt`` or ``text``."""
     max_new_tokens: int = 64
     strings: Literal["plain", "chat"] = "plain"
+    default_system: str | None = None
+    chat_template_kwargs: Json | None = None
 
     def check(self) -> None:
         """Raise ConfigError if the prompts cannot be read or ``max_new_tokens`` is below 1."""
         check_at_least_one("hook.samples", self, "max_new_tokens")
-        read_prompts(self.prompts, chat=self.strings == "chat")
+        self._prompts()
+
+    def _prompts(self) -> list[Prompt]:
+        kwargs = self.chat_template_kwargs or {}
+        options = RecordOptions(
+            strings=self.strings, default_system=self.default_system, chat_template_kwargs=kwargs
+        )
+        return read_prompts(self.prompts, options)
 
     def begin(self, run: HookRun) -> None:
         """Raise ConfigError on every rank if the chat template refuses a prompt."""
         tokenizer = run.model.load_tokenizer()
-        for prompt in read_prompts(self.prompts, chat=self.strings == "chat"):
+        for prompt in self._prompts():
             prompt.token_ids(tokenizer)
         if run.is_main:
             shutil.rmtree(self._scratch(run), ignore_errors=True)  # of a run that was killed
@@ -66,7 +77,7 @@ class Samples(Hook):
         logging.disable_progress_bar()
         model = load_model(export, run.model.trust_remote_code).eval()
         use_plain_decoding(model, tokenizer)
-        records = read_prompts(self.prompts, chat=self.strings == "chat")
+        records = self._prompts()
         found = complete(
             model.to(inference_device(model)),
             tokenizer,

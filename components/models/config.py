@@ -326,7 +326,8 @@ class ModelSpec:
 
     def generate(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
         """Return the greedy continuation of ``prompt`` by the model exported to ``folder``."""
-        return generate(folder, prompt, max_new_tokens, trust_remote_code=self.trust_remote_code)
+        tokenizer, trusts = self.load_tokenizer(), self.trust_remote_code
+        return generate(folder, tokenizer, prompt, max_new_tokens, trust_remote_code=trusts)
 
 
 def has_tokenizer(folder: Path) -> bool:

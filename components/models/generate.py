@@ -64,10 +64,18 @@ def amend(path: Path, fields: dict[str, object]) -> None:
     path.write_text(json.dumps({**read_json(path), **fields}, indent=2) + "\n")
 
 
-def generate(folder: Path, prompt: list[int], max_new_tokens: int, *, trust_remote_code: bool) -> list[int]:
+def generate(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    trust_remote_code: bool,
+) -> list[int]:
     """Return the greedy continuation of ``prompt`` by the model exported to ``folder``."""
     logging.disable_progress_bar()
     model = load_model(folder, trust_remote_code)
+    use_plain_decoding(model, tokenizer)
     device = inference_device(model)
     ids = torch.tensor([prompt], device=device)
     with torch.no_grad():

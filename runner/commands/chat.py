@@ -1,7 +1,8 @@
 """``python -m runner.chat checkpoint=DIR``: talk to a model in the terminal.
 
 checkpoint=DIR     a run or checkpoint folder, an export, an adapter folder or any Hugging Face folder
-system=TEXT        a system turn before the conversation
+system=TEXT        a system turn before the conversation; default: data.default_system of the run
+chat_template_kwargs={NAME: VALUE}  variables of the chat template; default: those of the run
 max_new_tokens=256
 temperature=0      0 takes the most probable token each time; above 0 also top_p=1 top_k=0 seed=0
 trust=[MODULE]     further modules whose classes the run's config.yaml may name
@@ -23,7 +24,7 @@ from runner.commands.arguments import Keys, parse_pairs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-KEYS: Keys = {"checkpoint": None, "system": None, **sampling.KEYS}
+KEYS: Keys = {"checkpoint": None, **sampling.KEYS}
 
 
 def chat(arguments: Sequence[str]) -> None:
@@ -36,8 +37,10 @@ def chat(arguments: Sequence[str]) -> None:
     options, seed = sampling.read_sampling(given)
     import torch
 
-    from runner.commands.trained_model import open_model
+    from components.data.records.messages import with_default_system
+    from runner.commands.trained_model import open_model, record_options
 
+    templating = record_options(given)
     model, tokenizer = open_model(given)
     if not tokenizer.chat_template:
         raise ConfigError(
@@ -45,14 +48,15 @@ def chat(arguments: Sequence[str]) -> None:
             "runner.generate."
         )
     torch.manual_seed(seed)
-    begin = [{"role": "system", "content": given["system"]}] if "system" in given else []
+    begin, variables = with_default_system([], templating), templating.chat_template_kwargs
     messages: list[Json] = [*begin]
     for line in asked():
         if line == "/clear":
             messages = [*begin]
             continue
         messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": answer(model, tokenizer, messages, options)})
+        reply = answer(model, tokenizer, messages, variables, options)
+        messages.append({"role": "assistant", "content": reply})
 
 
 def asked() -> Iterator[str]:
@@ -69,13 +73,17 @@ def asked() -> Iterator[str]:
 
 
 def answer(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", messages: list[Json], options: Json
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[Json],
+    variables: Json,
+    options: Json,
 ) -> str:
     """Print the answer to the messages while it is generated, and return it."""
     import torch
     from transformers import TextStreamer
 
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -6,6 +6,8 @@ output=FILE        jsonl: each record with its `completion` (one of its own beco
                    default: standard output
 answer=FIELD       the field of each record with the right answer, with which the completion is compared
 metric=exact_match without outer blanks; or rouge1, rouge2, rougeL: the F-measure, by the package rouge-score
+system=TEXT        a system turn for conversations without one; default: data.default_system of the run
+chat_template_kwargs={NAME: VALUE}  variables of the chat template; default: those of the run
 strings=plain      or chat: whether a prompt that is a string is text as it is, or the turn of a user
 max_new_tokens=256 batch_size=8
 temperature=0      0 takes the most probable token each time; above 0 also top_p=1 top_k=0 seed=0
@@ -17,8 +19,9 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from operator import eq
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
@@ -57,9 +60,10 @@ def generate(arguments: Sequence[str]) -> None:
     from components.data.progress import show_progress
     from components.data.tokenize.prompts import read_prompts
     from components.models.generate import complete
-    from runner.commands.trained_model import open_model
+    from runner.commands.trained_model import open_model, record_options
 
-    records = read_prompts(given["prompts"], chat=given.get("strings") == "chat")
+    strings: Literal["plain", "chat"] = "chat" if given.get("strings") == "chat" else "plain"
+    records = read_prompts(given["prompts"], replace(record_options(given), strings=strings))
     answers = [right_answer(prompt, given["answer"]) for prompt in records] if "answer" in given else []
     model, tokenizer = open_model(given)
     prompts = [prompt.token_ids(tokenizer) for prompt in records]

@@ -8,6 +8,7 @@ from runner.commands.arguments import Keys, number, whole_number
 
 KEYS: Keys = {
     **dict.fromkeys(("max_new_tokens", "temperature", "top_p", "top_k", "seed", "trust")),
+    **dict.fromkeys(("system", "chat_template_kwargs")),
     "trust_remote_code": ("true", "false"),
 }
 

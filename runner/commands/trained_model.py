@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import yaml
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
@@ -14,6 +15,8 @@ from components.checkpoint import resolve_checkpoint
 from components.checkpoint.reader import StoredTensors
 from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from components.data.records.options import RESERVED, RecordOptions
 from components.models.generate import load_model, use_plain_decoding
 from components.models.scalar_head import SCORE, is_classifier
 from runner.commands.arguments import trusted_modules
@@ -55,6 +58,40 @@ def read_checkpoint(given: Mapping[str, str]) -> tuple[CheckpointModel, torch.dt
     return CheckpointModel(model, adapter, point, run, seed, config["checkpoint"].get("init_from")), stored
 
 
+def record_options(given: Mapping[str, str]) -> RecordOptions:
+    """Return the default system turn and the variables of the chat template for prompts.
+
+    If ``given`` does not have them, they are those of the run whose checkpoint it names.
+
+    Raises:
+        ConfigError: if ``chat_template_kwargs`` is not an object of variables, or the checkpoint does not
+            exist.
+    """
+    variables = None
+    if (text := given.get("chat_template_kwargs")) is not None:
+        try:
+            variables = yaml.safe_load(text)
+        except yaml.YAMLError:
+            variables = text
+        if not isinstance(variables, dict) or any(name in RESERVED for name in variables):
+            raise ConfigError(
+                f"chat_template_kwargs: is {text!r}; give variables, such as '{{enable_thinking: false}}'."
+            )
+    data: Json = {}
+    if not is_exported(Path(given["checkpoint"])):
+        run = resolve_checkpoint("checkpoint", given["checkpoint"]).parent.parent
+        data = read_run_config(run)["data"] if (run / "config.yaml").is_file() else {}
+    return RecordOptions(
+        default_system=given.get("system", data.get("default_system")),
+        chat_template_kwargs=(data.get("chat_template_kwargs") or {}) if variables is None else variables,
+    )
+
+
+def is_exported(folder: Path) -> bool:
+    """Return whether transformers or peft can read ``folder``."""
+    return any((folder / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME))
+
+
 def open_model(given: Mapping[str, str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model that ``given["checkpoint"]`` names, for text generation, with its tokenizer.
 
@@ -66,7 +103,7 @@ def open_model(given: Mapping[str, str]) -> tuple[PreTrainedModel, PreTrainedTok
         ConfigError: if the model cannot be read, is a reward model, or needs code that is not trusted.
     """
     folder = Path(given["checkpoint"])
-    if any((folder / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
+    if is_exported(folder):
         if is_classifier(folder):
             raise _no_text(folder)
         return _load(folder, given.get("trust_remote_code") == "true")

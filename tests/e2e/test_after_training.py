@@ -11,14 +11,17 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from components.contracts.errors import ConfigError
+from components.data.records.options import RecordOptions
 from components.data.tokenize.prompts import read_prompts
 from components.models.generate import amend, load_model
 from runner.commands.chat import chat
 from runner.commands.evaluate import evaluation
 from runner.commands.generate import generate
+from runner.commands.trained_model import read_checkpoint, record_options
 from tests.e2e.commands import SMALL, call_here, newest, rows, run_here, write_chats
 
 GUIDE = Path(__file__).parents[2] / "docs" / "after_training.md"
@@ -203,6 +206,24 @@ def test_completions_are_those_of_transformers(
     assert len(set(wanted)) > 1
 
 
+def test_prompts_have_the_system_turn_of_the_run(tmp_path: Path, single: Path) -> None:
+    """The variables of the chat template are those of the run, too. Arguments of the command replace both."""
+    run = shutil.copytree(single, tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["data"] |= {"default_system": "Count.", "chat_template_kwargs": {"style": "brief"}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    given = {"checkpoint": str(run)}
+    assert record_options(given) == RecordOptions(
+        default_system="Count.", chat_template_kwargs={"style": "brief"}
+    )
+    own = given | {"system": "", "chat_template_kwargs": "{style: long}"}
+    assert record_options(own) == RecordOptions(default_system="", chat_template_kwargs={"style": "long"})
+    [first, *_] = completions(tmp_path, f"checkpoint={run}")
+    for place in (single, single / "export"):
+        assert completions(tmp_path, f"checkpoint={place}", "system=Count.")[0] == first
+        assert completions(tmp_path, f"checkpoint={place}")[0] != first
+
+
 def longest_common(answer: str, completion: str) -> float:
     """Return the F-measure of the longest common subsequence of words (Lin, 2004)."""
     right, found = (re.findall(r"[a-z0-9]+", text.lower()) for text in (answer, completion))
@@ -271,9 +292,11 @@ def test_a_completion_ends_with_a_stop_token(tmp_path: Path, single: Path) -> No
 def test_the_most_probable_token_is_taken_whatever_the_model_suggests(tmp_path: Path, single: Path) -> None:
     folder = tmp_path / "suggests"
     shutil.copytree(single / "export", folder)
-    expected = completions(tmp_path, f"checkpoint={folder}")
+    model = read_checkpoint({"checkpoint": str(single)})[0].model
+    expected, final = completions(tmp_path, f"checkpoint={folder}"), model.generate(folder, [5, 6], 12)
     amend(folder / "generation_config.json", {"repetition_penalty": 100.0, "do_sample": True})
     assert completions(tmp_path, f"checkpoint={folder}") == expected
+    assert model.generate(folder, [5, 6], 12) == final
 
 
 @pytest.mark.parametrize(
@@ -289,6 +312,8 @@ def test_the_most_probable_token_is_taken_whatever_the_model_suggests(tmp_path: 
         (["max_new_tokens=inf"], "max_new_tokens: must be a number of at least 1, got inf"),
         (["max_new_tokens=many"], "max_new_tokens: must be a number of at least 1, got many"),
         (["strings=messages"], "must be plain or chat"),
+        (["chat_template_kwargs=brief"], "chat_template_kwargs: is 'brief'; give variables, such as"),
+        (["chat_template_kwargs={messages: []}"], r"is '\{messages: \[\]\}'; give variables"),
         (["checkpoint=/no/such"], "/no/such is not a folder"),
     ],
 )
@@ -333,13 +358,17 @@ def test_a_prompt_is_all_of_its_record(single: Path) -> None:
     record = {"prompt": "a", "system": "b", "chat_template_kwargs": {"style": "c"}, "completion": "d"}
     path = single / "prompt.jsonl"
     path.write_text(json.dumps(record))
-    (prompt,) = read_prompts(str(path), chat=True)
+    (prompt,) = read_prompts(str(path), RecordOptions(strings="chat", default_system="not this one"))
     assert tokenizer.decode(prompt.token_ids(tokenizer)) == "c|system: b|user: a|"
     assert prompt.completed({"completion": "e"}) == {**record, "record_completion": "d", "completion": "e"}
     alpaca = {"instruction": "a", "input": "f", "output": "g", "system": "b"}
     path.write_text(json.dumps(alpaca | {"chat_template_kwargs": {"style": "c"}}))
-    (question,) = read_prompts(str(path), chat=False)
+    (question,) = read_prompts(str(path), RecordOptions())
     assert tokenizer.decode(question.token_ids(tokenizer)) == "c|system: b|user: a\nf|"
+    path.write_text('{"prompt": "a"}\n{"instruction": "a"}\n{"prompt": [{"role": "user", "content": "a"}]}')
+    options = RecordOptions(strings="chat", default_system="d", chat_template_kwargs={"style": "c"})
+    texts = [tokenizer.decode(prompt.token_ids(tokenizer)) for prompt in read_prompts(str(path), options)]
+    assert texts == ["c|system: d|user: a|"] * 3
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(ConfigError, match="does not render message 0, of the role system"):
         prompt.token_ids(tokenizer)
@@ -366,12 +395,13 @@ def test_a_conversation(pipelined: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_conversation_goes_on(single: Path) -> None:
     seen: list[list[dict[str, str]]] = []
 
-    def reply(_model: Any, _tokenizer: Any, messages: list[dict[str, str]], _options: Any) -> str:
+    def reply(_: Any, __: Any, messages: list[dict[str, str]], variables: Any, ___: Any) -> str:
+        assert variables == {"style": "c"}
         seen.append([dict(message) for message in messages])
         return f"answer {len(seen)}"
 
     with mock.patch("sys.stdin", io.StringIO("a\nb\n")), mock.patch("runner.commands.chat.answer", reply):
-        chat([f"checkpoint={single}/export", "system=Be kind."])
+        chat([f"checkpoint={single}/export", "system=Be kind.", "chat_template_kwargs={style: c}"])
     assert [message["content"] for message in seen[1]] == ["Be kind.", "a", "answer 1", "b"]
     assert [message["role"] for message in seen[1]] == ["system", "user", "assistant", "user"]
 

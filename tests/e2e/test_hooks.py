@@ -12,8 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from benchmarks.compose import composed
 from components.checkpoint.reader import StoredTensors
+from components.data.records.options import RecordOptions
 from runner.commands import export
+from runner.config.instantiate import build_experiment
+from runner.config.sources import ConfigSources
 from tests.e2e.commands import ROOT, SMALL, call_here, curve, rows, run_here
 
 RUN = (*SMALL, "run.micro_batch_size=1", "run.export=false", "scheduler=constant", "optimizer.lr=1e-2")
@@ -130,6 +134,20 @@ def test_completions_after_every_evaluation(tmp_path: Path) -> None:
         assert set(second) == {"prompt", "completion", "finish"}
     without = run_here(tmp_path / "without", *RUN, *lora, "run.eval_every=2")
     assert curve(run) == curve(without), "what is dropped does not depend on the hook"
+
+
+def test_prompts_have_the_system_turn_of_the_data() -> None:
+    data = ("run.name=x", "data=files", "data.train=chats.jsonl", "data.default_system=Count.")
+    variables = "data.chat_template_kwargs={style: brief}"
+    config = composed((*data, variables, "hook=samples", "hook.samples.prompts=prompts.jsonl"))
+    with mock.patch("components.hooks.samples.read_prompts") as read:
+        build_experiment(config, ConfigSources()).hook["samples"].check()
+    options = RecordOptions(default_system="Count.", chat_template_kwargs={"style": "brief"})
+    read.assert_called_with("prompts.jsonl", options)
+    other = composed(
+        ("run.name=x", "hook=samples", "hook.samples.prompts=prompts.jsonl")
+    )  # the demo data has no such keys
+    assert other["hook"]["samples"]["default_system"] is None
 
 
 def test_a_hook_from_outside(

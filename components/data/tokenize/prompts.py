@@ -14,6 +14,7 @@ from components.data.records.messages import (
     read_turns,
     split_untrained,
     system_turn,
+    with_default_system,
 )
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import Unreadable, read_records
@@ -64,36 +65,38 @@ class Prompt:
         return own | completion
 
 
-def read_prompts(path: str, *, chat: bool) -> list[Prompt]:
+def read_prompts(path: str, options: RecordOptions) -> list[Prompt]:
     """Return the prompts in the files of ``path``.
 
     A record has ``messages``, ``conversations``, ``prompt``, ``text``, or alpaca's ``instruction``, ``input``
-    and ``history``; a conversation may also have ``system``, ``tools`` and ``chat_template_kwargs``. With
+    and ``history``; a conversation may also have ``system``, ``tools`` and ``chat_template_kwargs``.
+    The default system turn and the default variables are those of ``options``. If its ``strings`` is
     ``chat``, a string becomes a user turn.
 
     Raises:
         ConfigError: if a file or a record cannot be read.
     """
-    return [_read_prompt(record, origin, chat=chat) for record, origin in read_records(path)]
+    return [_read_prompt(record, origin, options) for record, origin in read_records(path)]
 
 
-def _read_prompt(record: Json | Unreadable, origin: str, *, chat: bool) -> Prompt:
+def _read_prompt(record: Json | Unreadable, origin: str, options: RecordOptions) -> Prompt:
     if isinstance(record, Unreadable):
         raise record.error
-    tools, kwargs = read_tools(record, origin), read_template_kwargs(record, RecordOptions(), origin)
+    tools, kwargs = read_tools(record, origin), read_template_kwargs(record, options, origin)
     for key in ("messages", "conversations", "prompt"):
         if isinstance(record.get(key), list):
             turns, _ = split_untrained(read_turns(record, key, origin))
             if turns[-1]["role"] == "assistant":
                 raise RecordError(f"{origin}: {key} ends with an answer; remove that turn from the prompt.")
-            return Prompt(record, origin, turns, tools, kwargs)
+            return Prompt(record, origin, with_default_system(turns, options), tools, kwargs)
     if record.get("instruction") is not None:
-        return Prompt(record, origin, alpaca_prompt(record, origin), tools, kwargs)
+        turns = with_default_system(alpaca_prompt(record, origin), options)
+        return Prompt(record, origin, turns, tools, kwargs)
     key = "text" if record.get("prompt") is None and "text" in record else "prompt"
     text = read_string(record, key, origin)
-    if chat:
+    if options.strings == "chat":
         turns = [*system_turn(record, origin), {"role": "user", "content": text}]
-        return Prompt(record, origin, turns, tools, kwargs)
+        return Prompt(record, origin, with_default_system(turns, options), tools, kwargs)
     for name in ("system", "tools", "chat_template_kwargs"):
         if record.get(name):
             raise RecordError(f"{origin}: a prompt that is a string takes no {name}; use strings=chat.")
