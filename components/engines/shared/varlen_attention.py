@@ -149,7 +149,8 @@ def attention(
         ``([B, T, heads, D], None)``
 
     Raises:
-        ConfigError: if the attention of the model is not causal, or has an unsupported feature.
+        ConfigError: if the attention of the model is not causal, has an unsupported feature, or does not get
+            the boundaries that the engine passes to the model.
     """
     check_attention_arguments(module, is_causal, others)
     assert attention_mask is None or not attention_mask.numel(), (
@@ -159,9 +160,11 @@ def attention(
     if padded:
         assert cu_seq_lens_q is None, "padded=True and cu_seq_lens_q contradict each other"
         return causal_sdpa(query, key, value, dropout=dropout, **options), None
-    assert cu_seq_lens_q is not None, (
-        "no sequence boundaries: pass cu_seq_lens_q and max_length_q, or padded=True"
-    )
+    if cu_seq_lens_q is None:  # nor ``padded``: the blocks of nemotron, for example, keep both to themselves
+        raise ConfigError(
+            f"model: its blocks do not pass the ends of sequences on to {type(module).__name__}, "
+            "so packed sequences would attend to each other; choose another model."
+        )
     assert max_length_q is not None, "cu_seq_lens_q comes with max_length_q"
     assert query.shape[0] == 1, f"a packed batch is one row, got {query.shape[0]}"
     assert spans is not None, "cu_seq_lens_q comes with spans"

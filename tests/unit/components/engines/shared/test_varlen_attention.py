@@ -161,7 +161,6 @@ def test_an_empty_microbatch_runs() -> None:
 
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
-    ("boundaries", {}),
     ("max_length_q", {"cu_seq_lens_q": torch.tensor([0, 4], dtype=torch.int32)}),
     ("spans", {"cu_seq_lens_q": torch.tensor([0, 4], dtype=torch.int32), "max_length_q": 4}),
     (
@@ -197,7 +196,7 @@ def test_a_packed_batch_is_one_row() -> None:
 
 def test_a_model_without_boundaries_does_not_run() -> None:
     ids = torch.cat(sequences())[None]
-    with pytest.raises(AssertionError, match="boundaries"):
+    with pytest.raises(ConfigError, match="do not pass the ends of sequences on to Qwen3Attention"):
         model("qwen3", ATTENTION)(input_ids=ids, use_cache=False)
     with pytest.raises(AssertionError, match="attention_mask"):
         model("qwen3", ATTENTION)(
