@@ -12,6 +12,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from components.contracts.data import SampleKind
 from components.contracts.errors import ConfigError
 from components.data.demo import SplitName, stdlib_records
@@ -234,15 +237,21 @@ def _converted(convert: Callable[[Record], Record], item: Item) -> Item:
 def _split_pairs(items: Iterator[Item]) -> Iterator[SourceItem]:
     """Yield both answers of each record as items of their own, for ``stage=kto``.
 
-    The answers to one prompt are kept apart, because KTO compares a prompt with the next item's answer.
+    The answers to one prompt are kept apart, because KTO compares a prompt with the next item's answer. A
+    record that cannot be read gives two items, too, so that ``pair_numbers`` is right.
     """
     while batch := list(islice(items, _SPLIT_TOGETHER)):
         for chosen in (True, False):
             for record, origin in batch:
-                if not isinstance(record, Unreadable):
-                    yield PairAnswer(record, chosen), origin
-                elif chosen:
-                    yield record, origin
+                yield record if isinstance(record, Unreadable) else PairAnswer(record, chosen), origin
+
+
+def pair_numbers(num_items: int) -> npt.NDArray[np.int64]:
+    """Return the number of the record of each of the ``num_items`` answers that ``_split_pairs`` yields."""
+    item = np.arange(num_items)
+    first = item // (2 * _SPLIT_TOGETHER) * _SPLIT_TOGETHER  # record of the batch
+    size = np.minimum(num_items // 2 - first, _SPLIT_TOGETHER)
+    return first + (item - 2 * first) % size
 
 
 def _through_first_readable(records: Iterator[Item]) -> Iterator[Item]:

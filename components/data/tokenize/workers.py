@@ -250,21 +250,22 @@ def new_writer(path: Path, encoder: Encoder, format: str) -> StoreWriter:
 
 def _with_count(error: RecordError, source: Source, kind: SampleKind) -> ConfigError:
     """Return the error with the number of unreadable records among the first ``_COUNTED`` ones."""
-    found, bad, total = source.items(kind), 0, 0
+    found, bad, read = source.items(kind), set[str](), list[str]()
     for item, origin in islice(found.items, _COUNTED):
-        total += 1
+        read.append(origin)
         try:
             if isinstance(item, Unreadable):
                 raise item.error
             if isinstance(item, dict | PairAnswer):
                 normalize(item, found.options, origin)
         except RecordError:
-            bad += 1
-    if bad < 2:
+            bad.add(origin)
+    if len(bad) < 2:
         return error
-    of = f"of the first {total:,}" if total == _COUNTED else f"of {total:,}"
+    total = len({*read})  # both answers of a pair have its origin
+    of = f"of the first {total:,}" if len(read) == _COUNTED else f"of {total:,}"
     return ConfigError(
-        f"{error}\n{bad:,} {of} records cannot be read; correct them, or set data.on_bad_record=skip."
+        f"{error}\n{len(bad):,} {of} records cannot be read; correct them, or set data.on_bad_record=skip."
     )
 
 

@@ -14,6 +14,7 @@ from components.contracts.batch import DESIRABLE, IGNORE, KL_COMPLETION, UNDESIR
 from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.data import FilesData, PreparedData, StdlibData
+from components.data.data_sources import FileSource, pair_numbers
 from components.data.records.formats import detect, normalize
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import Unreadable
@@ -233,6 +234,33 @@ def test_pairs_are_split(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> 
     mismatched = answers[1:] + answers[:1]  # never the other answer to the same prompt
     others = zip(prompts, mismatched, [KL_COMPLETION] * 6, strict=True)
     assert {*rows} == {*zip(prompts, answers, labels, strict=True), *others}
+
+
+@pytest.mark.parametrize("number", [1, 999, 1000, 1001, 2500])
+def test_answers_are_numbered_as_their_pairs(number: int, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    lines = (json.dumps({"prompt": "a", "chosen": f"{i}", "rejected": f"{i}"}) for i in range(number))
+    path.write_text("\n".join("{" if i == 7 else line for i, line in enumerate(lines)))
+    source = FileSource(option="data.train", path=str(path), options=RecordOptions(on_bad_record="skip"))
+    origins = [int(origin.rpartition(":")[2]) - 1 for _, origin in source.items("unpaired").items]
+    assert origins == pair_numbers(2 * number).tolist()
+
+
+def test_both_answers_of_a_pair_are_held_out(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = [
+        {"prompt": f"What is a {name}?", "chosen": "Small.", "rejected": "Large."} for name in "abcdefghij"
+    ]
+    prepared = prepare(tmp_path, pairs, "unpaired", packing="none", eval_fraction=0.3)
+    loader = prepared.eval_loaders(BatchShard(4, 2, 0, 1))["eval"]
+    prompts = [
+        tokenizer.decode(batch.input_ids[batch.sequence_ids() == i]).split("?")[0]
+        for step in range(loader.num_steps)
+        for batch in loader.microbatches(step)
+        for i in range(0, len(batch.seqlens), 2)
+        if batch.seqlens[i]
+    ]
+    assert len(prompts) == 6
+    assert all(prompts.count(prompt) == 2 for prompt in prompts)
 
 
 def test_the_embedded_data_has_both_labels(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
