@@ -181,7 +181,10 @@ def is_megatron(imported: str) -> bool:
 
 
 def test_the_parent_imports_no_megatron_and_no_peft() -> None:
-    """Composing, building and checking descriptions does not import these slow packages."""
+    """Composing, building and checking descriptions does not import these slow packages.
+
+    A rank with Megatron, on the other hand, does not import wandb.
+    """
     code = """
 import sys, torch
 from components.contracts.engine import EngineOptions
@@ -198,7 +201,10 @@ model = experiment.model.meta_model
 options = EngineOptions(torch.float32, "cpu")
 experiment.parallelism.check(model, experiment.optimizer, options, world_size=1)
 experiment.adapter.check(model)
-sys.exit("megatron" in sys.modules or "peft" in sys.modules)
+assert not {"megatron", "peft"} & {*sys.modules}
+import components.engines.megatron.runtime.engine
+assert "wandb" not in sys.modules
+import wandb.sdk
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
