@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import math
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
@@ -319,9 +320,16 @@ class ModelSpec:
         return "model.tokenizer", Path(EMBEDDED_TOKENIZER)
 
     def add_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
-        """Write the tokenizer to the exported model ``folder``, and return the tokenizer."""
+        """Write the tokenizer to the exported model ``folder``, and return the tokenizer.
+
+        The code that the model or its tokenizer brings with it is copied, too.
+        """
         tokenizer = self.load_tokenizer()
         add_tokenizer(folder, tokenizer)
+        if self.trust_remote_code:
+            sources = [self._tokenizer_folder()[1], *([self.folder()] if self._reads_path else [])]
+            for file in (file for source in sources for file in source.glob("*.py")):
+                shutil.copyfile(file, folder / file.name)
         return tokenizer
 
     def generate(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
