@@ -279,7 +279,7 @@ class Data(ABC):
         parts: Sequence[SourceTokens]
         parts = [self._part(source, encoder, cache, repeats) for source, repeats in self.train_sources()]
         kept = np.concatenate([part.outcome.kept for part in parts])
-        held = held_out(parts, self.held_out_fraction(), seed, encoder.kind)
+        held = held_out(parts, self.held_out_fraction(), seed)
         parts = self._mixed(parts, kept & ~held, encoder.kind)
         train = split_of(parts, kept & ~held, self.shuffle)
         if not train.selected.any():

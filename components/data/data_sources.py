@@ -12,9 +12,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from components.contracts.data import SampleKind
 from components.contracts.errors import ConfigError
 from components.data.demo import SplitName, stdlib_records
@@ -24,7 +21,6 @@ from components.data.records.hub_records import HubDataset
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import (
     Item,
-    PairAnswer,
     Record,
     Records,
     Unreadable,
@@ -37,11 +33,8 @@ from components.data.store.token_store import digest, file_digest
 STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "ranked": "rm", "unpaired": "kto"}
 
 
-SourceItem = tuple[Record | Sample | PairAnswer | Unreadable, str]
-"""A record, a sample or an answer with its origin."""
-_SPLIT_TOGETHER = 1000
-"""Number of preference records whose chosen answers are followed by their rejected ones. It is the batch size
-of ``datasets.map``, with which TRL splits a data set."""
+SourceItem = tuple[Record | Sample | Unreadable, str]
+"""A record or a sample with its origin."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +48,8 @@ class SourceItems:
     samples already."""
     fraction: Callable[[], float | None] = lambda: None
     """Function that returns the share of the source that has been read, 0 to 1. None means not known."""
+    of_pairs: bool = False
+    """Whether each item is a pair whose answers are trained on one by one: see ``split_pairs``."""
 
 
 class Source(Protocol):
@@ -141,9 +136,8 @@ class RecordSource(ABC):
                 f"a loss of your own trains on it with stage.kind={found}."
             )
         options = replace(options, ranked=kind == "ranked" and "margin" not in options.ignore_fields)
-        given = islice(chain(begin, records), self.max_samples)
-        items = _split_pairs(given) if split else given
-        return SourceItems(options.format, items, options, read.reading.fraction)
+        items = islice(chain(begin, records), self.max_samples)
+        return SourceItems(options.format, items, options, read.reading.fraction, split)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,26 +226,6 @@ def _converted(convert: Callable[[Record], Record], item: Item) -> Item:
         fields = f"The fields are {', '.join(record)}; correct the record, or convert."
         what = f"{origin}: convert raised {type(error).__name__}: {error}. {fields}"
         return Unreadable(RecordError(what)), origin
-
-
-def _split_pairs(items: Iterator[Item]) -> Iterator[SourceItem]:
-    """Yield both answers of each record as items of their own, for ``stage=kto``.
-
-    The answers to one prompt are kept apart, because KTO compares a prompt with the next item's answer. A
-    record that cannot be read gives two items, too, so that ``pair_numbers`` is right.
-    """
-    while batch := list(islice(items, _SPLIT_TOGETHER)):
-        for chosen in (True, False):
-            for record, origin in batch:
-                yield record if isinstance(record, Unreadable) else PairAnswer(record, chosen), origin
-
-
-def pair_numbers(num_items: int) -> npt.NDArray[np.int64]:
-    """Return the number of the record of each of the ``num_items`` answers that ``_split_pairs`` yields."""
-    item = np.arange(num_items)
-    first = item // (2 * _SPLIT_TOGETHER) * _SPLIT_TOGETHER  # record of the batch
-    size = np.minimum(num_items // 2 - first, _SPLIT_TOGETHER)
-    return first + (item - 2 * first) % size
 
 
 def _through_first_readable(records: Iterator[Item]) -> Iterator[Item]:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from components.contracts.data import SampleKind
 from components.contracts.errors import ConfigError
 from components.data import packing as packing_module
 from components.data import shared_prefix as prompts_module
 from components.data.audit import SplitAudit, audit_source
-from components.data.data_sources import FileSource, pair_numbers
+from components.data.data_sources import FileSource
 from components.data.loader import SplitFiles, StoreFiles
 from components.data.packing import Packing, PlanOptions, hold_out
 from components.data.plans import CachedPlans, count_steps
@@ -67,24 +66,16 @@ def indexed_source(
     return SourceTokens(source.name, repeats, identity, files, tokens, record)
 
 
-def held_out(parts: Sequence[SourceTokens], fraction: float, seed: int, kind: SampleKind) -> Bools:
-    """Return whether each sample of all ``parts`` is held out of training, bool per sample.
-
-    Both answers of a pair are held out, or none.
-    """
-    kept = np.concatenate([part.outcome.kept for part in parts])
+def held_out(parts: Sequence[SourceTokens], fraction: float, seed: int) -> Bools:
+    """Return whether each sample of all ``parts`` is held out of training, bool per sample."""
+    outcomes = [part.outcome for part in parts]
     if not fraction:
-        return np.zeros_like(kept)
-    start, found = 0, []
-    for outcome in (part.outcome for part in parts):
-        split = kind == "unpaired" and outcome.format == "preference"
-        numbers = pair_numbers(outcome.num_records) if split else np.arange(outcome.num_records)
-        found.append(start + numbers[records_of(outcome)])
-        start += outcome.num_records // 2 if split else outcome.num_records
-    records = np.concatenate(found)
-    has_sample = np.zeros(start, np.bool_)
-    has_sample[records[kept]] = True
-    return kept & hold_out(has_sample, fraction, seed)[records]
+        return np.zeros(sum(len(outcome.kept) for outcome in outcomes), np.bool_)
+    starts = np.cumsum([0, *(outcome.num_records for outcome in outcomes)])
+    records = np.concatenate([start + records_of(one) for start, one in zip(starts, outcomes, strict=False)])
+    kept = np.zeros(starts[-1], np.bool_)
+    kept[records] = np.concatenate([outcome.kept for outcome in outcomes])
+    return hold_out(kept, fraction, seed)[records]
 
 
 def records_of(outcome: FilterResult) -> Ints:

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from components.atomic_write import sync_folder
 from components.checksum import checksum
 from components.contracts.errors import ConfigError
+from components.data.records.split_pairs import pair_numbers
 from components.data.store.checked_files import DamagedFile, HashedFile, read_json, write_json
 
 Array = npt.NDArray[Any]
@@ -393,11 +394,11 @@ class TokenStore:
             stop_trained=(flags & _STOP_TRAINED).astype(np.bool_),
             num_supervised=self._map("supervised", np.int64),
             records=self._records,
-            num_records=self.meta.records,
+            num_records=self.meta.records // (2 if self._of_pairs else 1),
             left_out=self.meta.left_out,
             long_prompts=self.meta.long_prompts,
-            bad=[BadRecord(**json.loads(line)) for line in (self.path / _BAD).read_text().splitlines()],
-            unread=self.meta.unread,
+            bad=self._bad(),
+            unread={name: -(-n // 2) if self._of_pairs else n for name, n in self.meta.unread.items()},
         )
 
     def tokens(self, sequence: int, start: int, stop: int) -> Array:
@@ -412,7 +413,17 @@ class TokenStore:
 
     @cached_property
     def _records(self) -> Ints:
-        return self._map("records", np.int64)
+        records = self._map("records", np.int64)
+        return pair_numbers(self.meta.records)[records] if self._of_pairs else records
+
+    @property
+    def _of_pairs(self) -> bool:
+        """Whether the samples are the answers of preference records: see ``split_pairs``."""
+        return self.meta.unpaired and self.meta.format == "preference"
+
+    def _bad(self) -> list[BadRecord]:
+        lines = (self.path / _BAD).read_text().splitlines()
+        return [BadRecord(**json.loads(line)) for line in (dict.fromkeys(lines) if self._of_pairs else lines)]
 
     def _span(self, sequence: int, start: int, stop: int) -> tuple[int, int]:
         begin, end = int(self._offsets[sequence]), int(self._offsets[sequence + 1])

@@ -31,7 +31,8 @@ from components.data.data_sources import RecordSource, Source
 from components.data.progress import show_progress
 from components.data.records.formats import normalize
 from components.data.records.options import RecordError
-from components.data.records.record_files import PairAnswer, Unreadable
+from components.data.records.record_files import Unreadable
+from components.data.records.split_pairs import split_pairs
 from components.data.store.token_store import (
     CorruptTokenStore,
     StoreWriter,
@@ -210,7 +211,8 @@ def _open_or_write(path: Path, source: Source, encoder: Encoder, num_workers: in
 def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int) -> None:
     found = source.items(encoder.kind)
     unpaired = encoder.kind == "unpaired"
-    items = with_kl_completions(found.items, found.options) if unpaired else found.items
+    single = split_pairs(found.items) if found.of_pairs else found.items
+    items = with_kl_completions(single, found.options) if unpaired else found.items
     with new_writer(path, encoder, found.format) as writer:
         if done := writer.meta.records:
             log.info("tokenising %s: continues after %s rows", source.name, f"{done:,}")
@@ -250,22 +252,21 @@ def new_writer(path: Path, encoder: Encoder, format: str) -> StoreWriter:
 
 def _with_count(error: RecordError, source: Source, kind: SampleKind) -> ConfigError:
     """Return the error with the number of unreadable records among the first ``_COUNTED`` ones."""
-    found, bad, read = source.items(kind), set[str](), list[str]()
+    found, bad, total = source.items(kind), 0, 0
     for item, origin in islice(found.items, _COUNTED):
-        read.append(origin)
+        total += 1
         try:
             if isinstance(item, Unreadable):
                 raise item.error
-            if isinstance(item, dict | PairAnswer):
+            if isinstance(item, dict):
                 normalize(item, found.options, origin)
         except RecordError:
-            bad.add(origin)
-    if len(bad) < 2:
+            bad += 1
+    if bad < 2:
         return error
-    total = len({*read})  # both answers of a pair have its origin
-    of = f"of the first {total:,}" if len(read) == _COUNTED else f"of {total:,}"
+    of = f"of the first {total:,}" if total == _COUNTED else f"of {total:,}"
     return ConfigError(
-        f"{error}\n{len(bad):,} {of} records cannot be read; correct them, or set data.on_bad_record=skip."
+        f"{error}\n{bad:,} {of} records cannot be read; correct them, or set data.on_bad_record=skip."
     )
 
 

@@ -1,7 +1,7 @@
 """The check of an FSDP2 layout and the construction of its engine: ``parallelism=fsdp2`` and its variants."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from components.engines.shared import process_group
 from components.engines.shared.parallel_dims import divisors, suggest_sizes, world_size
 from components.engines.shared.recomputation import check_recomputed
 from components.models import ModelSpec
-from components.models.experts import unstack_experts
+from components.models.experts import EXPERT_PARAM
 from components.optimizers import Optimizer, TorchClass, check_matches
 
 
@@ -76,7 +76,9 @@ class FSDP2(FSDP2Layout):
         """
         check_optimizer(optimizer, world_size, offloads=self.cpu_offload)
         if optimizer.groups:
-            check_matches(optimizer.groups, tensors(model, options.adapter))
+            check_matches(
+                optimizer.groups, tensors(model, options.adapter, whole=optimizer.scope == "matrix")
+            )
         check_recomputed(self.activation_checkpointing, self.recompute_num_layers, len(decoder_blocks(model)))
         ranks = world_size // (self.dp_replicate * self.tp)
         tensor_parallel.check(model, self.tp, ranks)
@@ -104,12 +106,28 @@ def check_optimizer(optimizer: Optimizer, world_size: int, *, offloads: bool) ->
         )
 
 
-def tensors(model: PreTrainedModel, adapter: LoRA | None) -> list[list[str]]:
-    """Return the names on disk of the trained weights: a list per parameter, longer if it stacks experts."""
-    if adapter is None:
-        trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
-        return [[name for name, _ in unstack_experts([pair])] for pair in trained]
+def tensors(model: PreTrainedModel, adapter: LoRA | None, *, whole: bool) -> list[list[str]]:
+    """Return the names on disk of the trained weights in each tensor that has options of its own.
+
+    Experts of a layer are in one tensor, gate_proj together with up_proj, unless the optimizer updates
+    ``whole`` weights, which it takes out of the stack.
+    """
+    if adapter is not None:
+        return together(
+            (re.sub(r"\.experts\.\d+\.", ".experts.", name), name) for name in adapter.shapes(model)
+        )
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return together((name if whole else EXPERT_PARAM.sub(in_stack, name), name) for name in trained)
+
+
+def in_stack(found: re.Match[str]) -> str:
+    leaf = found["leaf"]
+    return f"{found['experts']}.{'down' if leaf.startswith('down_proj') else 'gate_up'}"
+
+
+def together(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Return the second strings of ``pairs``, in a list for each first string."""
     found: dict[str, list[str]] = {}
-    for name in adapter.shapes(model):
-        found.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), []).append(name)
+    for key, name in pairs:
+        found.setdefault(key, []).append(name)
     return list(found.values())

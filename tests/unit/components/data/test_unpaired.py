@@ -14,11 +14,12 @@ from components.contracts.batch import DESIRABLE, IGNORE, KL_COMPLETION, UNDESIR
 from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.data import FilesData, PreparedData, StdlibData
-from components.data.data_sources import FileSource, pair_numbers
+from components.data.data_sources import FileSource
 from components.data.records.formats import detect, normalize
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import Unreadable
 from components.data.records.samples import UnpairedSample
+from components.data.records.split_pairs import pair_numbers, split_pairs
 from components.data.tokenize.encoder import KLPair, with_kl_completions
 from components.data.tokenizer import PATH
 
@@ -242,7 +243,8 @@ def test_answers_are_numbered_as_their_pairs(number: int, tmp_path: Path) -> Non
     lines = (json.dumps({"prompt": "a", "chosen": f"{i}", "rejected": f"{i}"}) for i in range(number))
     path.write_text("\n".join("{" if i == 7 else line for i, line in enumerate(lines)))
     source = FileSource(option="data.train", path=str(path), options=RecordOptions(on_bad_record="skip"))
-    origins = [int(origin.rpartition(":")[2]) - 1 for _, origin in source.items("unpaired").items]
+    items = split_pairs(source.items("unpaired").items)
+    origins = [int(origin.rpartition(":")[2]) - 1 for _, origin in items]
     assert origins == pair_numbers(2 * number).tolist()
 
 
@@ -261,6 +263,20 @@ def test_both_answers_of_a_pair_are_held_out(tmp_path: Path, tokenizer: PreTrain
     ]
     assert len(prompts) == 6
     assert all(prompts.count(prompt) == 2 for prompt in prompts)
+
+
+def test_a_bad_pair_is_one_bad_record(tmp_path: Path) -> None:
+    pairs: list[dict[str, Any]] = [{"prompt": f"{i}", "chosen": "a", "rejected": "b"} for i in range(5)]
+    del pairs[3]["rejected"]
+    prepared = prepare(tmp_path, pairs, "unpaired", packing="none", on_bad_record="skip")
+    [source] = prepared.audit.train.sources
+    assert (source.samples, source.bad) == (8, 1)
+    loader = prepared.train_loader(BatchShard(4, 2))
+    names = {origin for step in (0, 1) for origin in loader.sample_ids(step)}
+    assert names <= {f"data.train:{i}" for i in (1, 2, 3, 5)}
+    del pairs[4]["rejected"]
+    with pytest.raises(ConfigError, match="2 of 5 records cannot be read"):
+        prepare(tmp_path, pairs, "unpaired")
 
 
 def test_the_embedded_data_has_both_labels(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

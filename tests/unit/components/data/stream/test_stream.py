@@ -6,7 +6,7 @@ import multiprocessing
 import os
 from contextlib import closing
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from components.contracts.batch import Batch
+from components.contracts.batch import DESIRABLE, UNDESIRABLE, Batch
 from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError, NonRetryableError
 from components.data import FilesData
@@ -122,6 +122,21 @@ def test_every_record_comes_once_a_pass(opened: Opened, tokenizer: PreTrainedTok
     assert len(times) == 50
     assert {whole // 50, -(-whole // 50)} >= set(times)
     assert read[:20] != sorted(read[:20], key=lambda text: int(text.split()[1]))  # chunks are shuffled
+
+
+def test_a_chunk_has_both_answers_of_its_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path, pair = tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"}
+    path.write_text("\n".join([json.dumps(pair)] * 12))
+    data = FilesData(train=str(path), streaming=True, buffer_size=4, packing="none")
+    opened = Opened(data, tmp_path / "stream", tokenizer, "unpaired")
+    [audited] = opened.prepared.audit.train.sources
+    assert audited.samples == 8
+    with closing(opened.loader()) as loader:
+        for step in range(6):  # every chunk is one batch
+            records = [1 + 4 * step + i for i in range(4)]
+            assert sorted(loader.sample_ids(step)) == sorted(f"data.train:{n}" for n in records * 2)
+            labels = [batch.sequence_labels.tolist()[::2] for batch in loader.microbatches(step)]
+            assert sorted(chain(*labels)) == [UNDESIRABLE] * 4 + [DESIRABLE] * 4
 
 
 def test_a_loader_continues_at_any_position(opened: Opened, tmp_path: Path) -> None:

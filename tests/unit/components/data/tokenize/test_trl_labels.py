@@ -20,6 +20,7 @@ from components.data.records.formats import detect, normalize
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import PairAnswer
 from components.data.records.samples import UnpairedSample
+from components.data.records.split_pairs import split_pairs
 from components.data.tokenize.encoder import Encoder, with_kl_completions
 from components.data.tokenizer import PATH
 
@@ -170,7 +171,9 @@ def test_pairs_are_split_as_by_trl(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     split = []
-    for item, origin in FileSource(option="data.train", path=str(path)).items("unpaired").items:
+    found = FileSource(option="data.train", path=str(path)).items("unpaired")
+    assert found.of_pairs
+    for item, origin in split_pairs(found.items):
         assert isinstance(item, PairAnswer)
         if origin.endswith(":6"):
             with pytest.raises(RecordError, match="rejected"):
