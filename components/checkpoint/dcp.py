@@ -64,9 +64,12 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = 
         # The text of a CheckpointException is the tracebacks of all ranks.
         first = error if isinstance(error, OSError) else next(iter(error.failures.values()))[0]
         reason = f"{type(first).__name__}: {one_line(first)}"
-        raise TrainingError(
-            f"{path}: could not be read ({reason}); checkpoint.verify=true names a damaged file."
-        ) from error
+        remedy = "checkpoint.verify=true names a damaged file"
+        missing = [] if isinstance(first, OSError) else sorted(tensors.keys() - saved_keys(path))
+        if missing:
+            reason = f"it has no {missing[0]}"
+            remedy = "resume with the options of optimizer, model, adapter and hook of its run"
+        raise TrainingError(f"{path}: could not be read ({reason}); {remedy}.") from error
 
 
 def saved_keys(path: Path) -> set[str]:

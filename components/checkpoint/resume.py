@@ -46,7 +46,7 @@ REMEDIES = {
     "optimizer": "set optimizer={theirs}",
     "seed": "set run.seed={theirs}",
     "reference": "the reference model was {theirs}; set checkpoint.init_from, model.init, model.path, "
-    "model.revision, stage.reference_path and run.seed to it",
+    "model.revision, stage.reference_path, stage.sync_reference_* and run.seed to it",
     "trained": "adapter, model.freeze, model.train_only: other parameters were trained; use those of its run",
     "base": "model: the frozen weights are not those of its run (model.path or run.seed has changed); use "
     "the same",

@@ -285,6 +285,11 @@ def _check_source(where: str, source: Json) -> None:
         value = source.get(key, 1.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
             raise ConfigError(f"{where}.{key}: must be a number above 0 ({example}), got {value!r}.")
+    limit = source.get("max_samples")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ConfigError(f"{where}.max_samples: must be a whole number above 0, got {limit!r}.")
+    if not isinstance(source.get("columns", {}), dict):
+        raise ConfigError(f"{where}.columns: must be a mapping of names, got {source['columns']!r}.")
     known = ("auto", *get_args(Format))
     if source.get("format", "auto") not in known:
         raise ConfigError(f"{where}.format: {source['format']!r} is not one of {', '.join(known)}.")

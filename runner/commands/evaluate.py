@@ -121,6 +121,18 @@ def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
             )
 
 
+OF_TRAINING = (
+    ("data.stopping_strategy", "first_exhausted", False),
+    ("data.drop_last", "false", False),
+    ("data.split", "null", True),
+    ("data.eval_split", "null", True),
+    ("data.subset", "null", True),
+    ("data.revision", "null", True),
+)
+"""Options of a run's training data that the evaluation of a file does not read: each with its default, and
+whether only data sets of the hub have it."""
+
+
 def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
     """Return overrides that replace the training data by the given evaluation data, else [].
 
@@ -136,7 +148,11 @@ def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
         # An experiment may select the data itself.
         selects = {word for word in [*known, *given] if name_of(word) in ("data", "experiment")}
         of_files = [] if selects - {"data=demo", "data=stdlib"} else ["data=files"]
-        return [*of_files, f"data.train={path}", "data.sources=null", "data.eval_fraction=0"]
+        local = not str(path).startswith("hub:")
+        unread = {name: value for name, value, of_hub in OF_TRAINING if local or not of_hub}
+        set_before = {name_of(word) for word in known} - values.keys()
+        rest = [f"{name}={value}" for name, value in unread.items() if name in set_before]
+        return [*of_files, f"data.train={path}", "data.sources=null", "data.eval_fraction=0", *rest]
     return []
 
 

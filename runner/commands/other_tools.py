@@ -245,7 +245,19 @@ def choose_model(work: Translation) -> None:
     if (path := work.take(name)) is None:
         raise ConfigError(f"{name}: the configuration names no model; add it.")
     work.words |= {"model": "hf", "model.path": path}
-    if work.tool == "trl" and work.words["stage"] == "sft" and "assistant_only_loss" not in work.given:
+    if work.tool == "trl" and work.words["stage"] == "sft":
+        choose_targets(work)
+
+
+def choose_targets(work: Translation) -> None:
+    """Translate the two options that decide whether TRL's sft trains on prompts."""
+    names = ("assistant_only_loss", "completion_only_loss")
+    given = {name: value for name in names if (value := work.take(name)) is not None}
+    if True in given.values():
+        work.needless |= dict.fromkeys(given, "only the answers are trained by default")
+    elif given.get("completion_only_loss") is False:
+        work.words["data.train_on_prompt"] = True
+    else:
         work.checks["data.train_on_prompt"] = (
             "TRL trains on every token of conversations (messages); give data.train_on_prompt=true for that"
         )
@@ -480,11 +492,19 @@ def axolotl_datasets(work: Translation) -> None:
         found = [found_in(item) for item in sources]
         if any(other != found[0] for other in found):
             work.missing[f"datasets: {key}"] = f"data.{key} holds for all sources; convert the others"
-        work.words |= {f"data.{key}": found[0]} if found[0] else {}
+        if key in OF_HUB and not any(path.startswith("hub:") for path in paths):
+            if found[0] not in (None, "train"):
+                work.missing[f"datasets: {key}"] = "only a data set of the hub has one; name its files"
+        elif found[0]:
+            work.words[f"data.{key}"] = found[0]
     for item in sources:
         work.missing |= {f"datasets: {name}": why for name, why in lost(item).items()}
         if isinstance(item.get("type"), str) and format_of(item) is None:
             work.checks["data.format"] = f"type {item['type']} is not known; the format is recognised"
+        if item.get("type") == "alpaca":
+            work.checks["model.chat_template"] = (
+                "axolotl writes '### Instruction:' before the turns of alpaca; here a chat template does"
+            )
     held_out(work, "val_set_size")
 
 
@@ -566,6 +586,8 @@ ENTRIES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "revision": lambda item: item.get("revision"),
 }
 """Key of the group ``data`` -> the function that returns its value for an entry of ``datasets``."""
+OF_HUB = ("split", "subset", "revision")
+"""Keys of ``ENTRIES`` that only data sets of the hub have."""
 
 
 def held_out(work: Translation, name: str) -> None:

@@ -449,7 +449,7 @@ def test_a_command_line_of_accelerate(imported: Run) -> None:
         ("sft", "warmup_steps: 0.1\nlr_scheduler_type: constant", {"scheduler.warmup_ratio": 0.0}),
         ("sft", "warmup_steps: 10", {"scheduler.warmup_steps": 10}),
         ("sft", "gradient_checkpointing: false", {"parallelism.activation_checkpointing": "none"}),
-        ("sft", "assistant_only_loss: false", {"data.train_on_prompt": True}),
+        ("sft", "completion_only_loss: false", {"data.train_on_prompt": True}),
         (
             "sft",
             "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.5}",
@@ -556,6 +556,32 @@ def test_every_option_of_trl_is_known_and_its_defaults_are_right() -> None:
 def test_hydra_reads_a_text_as_it_was(text: str) -> None:
     (parsed,) = OverridesParser.create().parse_overrides([f"x={hydra_value(text)}"])
     assert parsed.value() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "asks"),
+    [
+        ("", True),
+        ("assistant_only_loss: false", True),
+        ("completion_only_loss: true\nassistant_only_loss: false", False),
+        ("assistant_only_loss: true\ncompletion_only_loss: false", False),
+    ],
+)
+def test_only_answers_are_trained_unless_trl_trains_prompts(imported: Run, text: str, asks: bool) -> None:
+    answer = imported("trl", f"model_name_or_path: x\ndataset_name: a.jsonl\n{text}\n", "stage=sft")
+    command, _, remarks = answer.out.partition("#")
+    assert "train_on_prompt" not in command
+    assert ("TRL trains on every token of conversations" in remarks) == asks
+
+
+def test_local_alpaca_data_of_axolotl(imported: Run) -> None:
+    entry = "{path: a.jsonl, ds_type: json, type: alpaca, split: train}"
+    answer = imported("axolotl", f"base_model: x\ndatasets: [{entry}]\n")
+    check(answer, {"data.train": "a.jsonl", "data.format": "alpaca", "data.split": None})
+    assert "axolotl writes '### Instruction:' before the turns" in answer.out
+    part = entry.replace("train}", '"train[:9]"}')
+    answer = imported("axolotl", f"base_model: x\ndatasets: [{part}]\n")
+    assert "datasets: split: only a data set of the hub has one" in answer.out
 
 
 def test_another_metric_does_not_turn_the_loss_around(imported: Run) -> None:

@@ -416,6 +416,22 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a negative cadence": (["checkpoint.save_every=-1"], ["checkpoint.save_every", "must be 0 (off)"]),
     "no epoch": (["run.max_steps=null", "run.epochs=0"], ["run.epochs", "must be above 0"]),
     "no sample": (["data.max_samples=0"], ["data.max_samples", "at least 1"]),
+    "no sample of a source": (
+        ["data=files", "data.sources=[{path: {tmp}/chat.jsonl, max_samples: 0}]"],
+        ["data.sources[0].max_samples", "a whole number above 0"],
+    ),
+    "no columns of a source": (
+        ["data=files", "data.sources=[{path: {tmp}/chat.jsonl, columns: null}]"],
+        ["data.sources[0].columns", "a mapping of names"],
+    ),
+    "an expert in a group of its own": (
+        ["model=moe_tiny", "optimizer.groups=[{match: '*experts.1.*', lr: 1}]"],
+        ["optimizer.groups", "experts.1.gate_proj.weight are in one tensor in this layout"],
+    ),
+    "up in a group without gate": (
+        ["model=moe_tiny", "optimizer.groups=[{match: '*up_proj*', lr: 1}]"],
+        ["optimizer.groups", "experts.0.up_proj.weight are in one tensor in this layout"],
+    ),
     "unknown column": (
         ["data=files", "data.train={tmp}/chat.jsonl", "data.columns={mesages: x}"],
         ["data.columns.mesages", "is not a field"],

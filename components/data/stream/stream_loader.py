@@ -83,7 +83,8 @@ class StreamLoader:
         steps = min((plan.num_rows - row) // rows, self.num_steps - self._first)
         if steps < 1:
             return self._first, 0
-        left = Plan(plan.segments, plan.row_offsets[row : row + steps * rows + 1])
+        offsets = plan.row_offsets[row : row + steps * rows + 1]
+        left = Plan(plan.segments[: offsets[-1]], offsets)
         lengths = left.microbatch_lengths(size, packed=self._stream.collation.packed)
         step, place = divmod(int(lengths.argmax()), rows // size)
         return self._first + step, place // self._shard.dp_size

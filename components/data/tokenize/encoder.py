@@ -1,5 +1,6 @@
 """Tokenise samples in chunks, and leave out those that cannot be trained on."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -181,7 +182,7 @@ class Encoder:
         for name, value in record.items():
             turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
             for key in REASONING_KEYS:
-                if any(turn.get(key) for turn in turns) and key not in source:
+                if any(turn.get(key) for turn in turns) and not re.search(rf"\b{key}\b", source):
                     yield f"{name}[].{key}"
 
     def _fit(self, encoded: list[Encoded]) -> list[Encoded] | None:

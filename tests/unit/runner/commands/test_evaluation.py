@@ -19,6 +19,19 @@ def test_a_file_replaces_the_data_sets_of_a_run(tmp_path: Path) -> None:
     assert "data.dataset=b" in evaluation([f"checkpoint={run}", "data.eval_dataset=b"])
 
 
+def test_options_of_the_training_data_are_not_taken_over(tmp_path: Path) -> None:
+    mixture = ["data=files", "data.sources=0.7 a 0.3 b", "data.stopping_strategy=all_exhausted"]
+    of_hub = ["data.split=train", "data.eval_split=test"]
+    RunRecord(overrides=[*mixture, *of_hub, "data.drop_last=true"]).write(tmp_path)
+    words = [f"checkpoint={tmp_path}", "data.eval=x.jsonl"]
+    expected = ["data.stopping_strategy=first_exhausted", "data.drop_last=false", "data.eval_split=null"]
+    assert {*expected, "data.split=null"} <= {*evaluation(words)}
+    assert "data.subset=null" not in evaluation(words)
+    hub = evaluation([f"checkpoint={tmp_path}", "data.eval=hub:x", "data.eval_split=dev"])
+    assert "data.stopping_strategy=first_exhausted" in hub
+    assert not {"data.split=null", "data.eval_split=null"} & {*hub}
+
+
 def test_an_adapter_brings_its_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
     arguments = [f"checkpoint={tmp_path}", "data.eval=x.jsonl"]

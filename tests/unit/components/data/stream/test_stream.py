@@ -195,14 +195,20 @@ def test_a_sample_is_named_by_its_record(opened: Opened, tokenizer: PreTrainedTo
             assert [(record - 1) % 50 for record in records] == [int(text.split()[1]) for text in read]
 
 
-def test_the_largest_microbatch_is_of_the_first_chunk(opened: Opened) -> None:
-    with closing(opened.loader(step=2, position=(1, 1))) as loader:
+@pytest.mark.parametrize("row", range(6))
+def test_the_largest_microbatch_is_of_the_first_chunk(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: int
+) -> None:
+    """Rows of the chunk after its last whole batch, which may be longer, are in no step of it."""
+    texts = write_texts(tmp_path / "texts.jsonl", 50)
+    data = FilesData(train=str(texts), streaming=True, buffer_size=23, packing="none")
+    opened = Opened(data, tmp_path / "stream", tokenizer)
+    with closing(opened.loader(step=2, position=(1, row))) as loader:
         step, index = loader.largest_microbatch()
         found = loader.microbatches(step)[index].input_ids.shape[1]
-        rows = opened.buffer_size - 1
-        others = [batch for at in range(2, 2 + rows // 8) for batch in loader.microbatches(at)]
-        assert step >= 2
-        assert all(found >= batch.input_ids.shape[1] for batch in others)
+        steps = range(2, 2 + (23 - row) // 8)
+        assert step in steps
+        assert found == max(batch.input_ids.shape[1] for at in steps for batch in loader.microbatches(at))
 
 
 def test_every_chunk_is_mixed_by_the_shares(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

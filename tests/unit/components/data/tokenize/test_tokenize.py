@@ -434,5 +434,7 @@ def test_reasoning_that_the_template_does_not_read_is_listed(
     records: list[EncoderInput] = [({"messages": turns}, "a:1"), ({"messages": plain}, "a:2")]
     assert chat_encoder(records).unread == {"messages[].thinking": 1}
     reads = copy.copy(tokenizer)
+    reads.chat_template = f"{{# enable_thinking #}}{tokenizer.chat_template}"
+    assert replace(chat_encoder, tokenizer=reads)(records).unread == {"messages[].thinking": 1}
     reads.chat_template = f"{{# thinking #}}{tokenizer.chat_template}"
     assert not replace(chat_encoder, tokenizer=reads)(records).unread
