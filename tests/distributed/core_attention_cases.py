@@ -59,6 +59,8 @@ def make_batch(lengths: tuple[int, ...], layout: str) -> Batch:
 def group_of(cp: int) -> Any:
     """Return this rank's group of ``cp`` ranks. Every rank of the world calls it."""
     init_process_group("cpu")
+    # Groups are disjoint: a rank could end, and close its sockets, before others have connected to it.
+    dist.barrier()
     parts = [list(range(begin, begin + cp)) for begin in range(0, dist.get_world_size(), cp)]
     return dist.new_subgroups_by_enumeration(parts)[0]
 
