@@ -48,8 +48,8 @@ class SourceItems:
     samples already."""
     fraction: Callable[[], float | None] = lambda: None
     """Function that returns the share of the source that has been read, 0 to 1. None means not known."""
-    of_pairs: bool = False
-    """Whether each item is a pair whose answers are trained on one by one: see ``split_pairs``."""
+    splits_pairs: bool = False
+    """Whether ``split_pairs`` makes two samples of each item, a preference record for ``stage=kto``."""
 
 
 class Source(Protocol):

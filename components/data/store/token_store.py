@@ -394,11 +394,11 @@ class TokenStore:
             stop_trained=(flags & _STOP_TRAINED).astype(np.bool_),
             num_supervised=self._map("supervised", np.int64),
             records=self._records,
-            num_records=self.meta.records // (2 if self._of_pairs else 1),
+            num_records=self.meta.records // (2 if self._splits_pairs else 1),
             left_out=self.meta.left_out,
             long_prompts=self.meta.long_prompts,
             bad=self._bad(),
-            unread={name: -(-n // 2) if self._of_pairs else n for name, n in self.meta.unread.items()},
+            unread={name: -(-n // 2) if self._splits_pairs else n for name, n in self.meta.unread.items()},
         )
 
     def tokens(self, sequence: int, start: int, stop: int) -> Array:
@@ -414,16 +414,18 @@ class TokenStore:
     @cached_property
     def _records(self) -> Ints:
         records = self._map("records", np.int64)
-        return pair_numbers(self.meta.records)[records] if self._of_pairs else records
+        return pair_numbers(self.meta.records)[records] if self._splits_pairs else records
 
     @property
-    def _of_pairs(self) -> bool:
+    def _splits_pairs(self) -> bool:
         """Whether the samples are the answers of preference records: see ``split_pairs``."""
         return self.meta.unpaired and self.meta.format == "preference"
 
     def _bad(self) -> list[BadRecord]:
-        lines = (self.path / _BAD).read_text().splitlines()
-        return [BadRecord(**json.loads(line)) for line in (dict.fromkeys(lines) if self._of_pairs else lines)]
+        lines: Iterable[str] = (self.path / _BAD).read_text().splitlines()
+        if self._splits_pairs:  # both answers of a record are listed
+            lines = dict.fromkeys(lines)
+        return [BadRecord(**json.loads(line)) for line in lines]
 
     def _span(self, sequence: int, start: int, stop: int) -> tuple[int, int]:
         begin, end = int(self._offsets[sequence]), int(self._offsets[sequence + 1])

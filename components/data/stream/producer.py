@@ -12,10 +12,9 @@ from pathlib import Path
 
 from components.contracts.errors import ConfigError
 from components.data.data_sources import Source, SourceItem
-from components.data.records.split_pairs import split_pairs
 from components.data.store.checked_files import write_json
 from components.data.stream.chunks import COMPLETE, Stream, chunk_name
-from components.data.tokenize.encoder import Encoder, EncoderInput, with_kl_completions
+from components.data.tokenize.encoder import Encoder, EncoderInput, encoder_inputs
 from components.data.tokenize.workers import batched, encode_batches, end_with_parent, new_writer
 
 AHEAD = 2
@@ -40,7 +39,7 @@ class SourceTokens:
     def __init__(self, reader: StreamReader, source: int, first: int) -> None:
         self._stream, self._source = reader.stream, source
         found = reader.sources[source].items(reader.encoder.kind)
-        self._of_pairs = found.of_pairs
+        self._splits_pairs = found.splits_pairs
         self._format, self._encoder = found.format, replace(reader.encoder, options=found.options)
         items = _repeated(reader.sources[source], reader.encoder, self._stream.records(source, first)[0])
         # No batch for the encoder has records of two chunks.
@@ -50,14 +49,13 @@ class SourceTokens:
 
     def _piece(self, items: Iterator[SourceItem], chunk: int) -> Iterator[EncoderInput]:
         piece = islice(items, self._stream.num_records(self._source, chunk))
-        single = split_pairs(piece) if self._of_pairs else piece
-        unpaired = self._encoder.kind == "unpaired"
-        return with_kl_completions(single, self._encoder.options) if unpaired else piece
+        encoder = self._encoder
+        return encoder_inputs(piece, encoder.kind, encoder.options, split=self._splits_pairs)
 
     def write(self, path: Path, chunk: int) -> bool:
         """Write the source's part of the next chunk, number ``chunk``; return whether it has a sample."""
         with new_writer(path, self._encoder, self._format) as writer:
-            number = self._stream.num_records(self._source, chunk) * (2 if self._of_pairs else 1)
+            number = self._stream.num_records(self._source, chunk) * (2 if self._splits_pairs else 1)
             while writer.meta.records < number:
                 writer.append(next(self._tokens))
         return writer.num_samples > 0

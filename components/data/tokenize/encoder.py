@@ -16,12 +16,13 @@ from components.data.records.messages import REASONING_KEYS
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import PairAnswer, Record, Unreadable
 from components.data.records.samples import PreferenceSample, Sample, Turns, UnpairedSample
+from components.data.records.split_pairs import split_pairs
 from components.data.store.token_store import BadRecord, LeftOut, TokenChunk
 from components.data.tokenize.chat import Encoded, encode_sample
 from components.data.tokenize.truncation import LongSamples, fit
 
 Content = Record | PairAnswer | Sample
-"""The source of one sample, in one of three stages of reading."""
+"""The content of one sample: a record, one answer of a preference record, or a finished sample."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,19 @@ class KLPair:
 
 
 EncoderInput = tuple[Content | KLPair | Unreadable, str]
+
+
+def encoder_inputs(
+    items: Iterator[tuple[Record | Sample | Unreadable, str]],
+    kind: SampleKind,
+    options: RecordOptions,
+    *,
+    split: bool,
+) -> Iterator[EncoderInput]:
+    """Return the inputs of an ``Encoder`` for the items of a source; with ``split``, two for each pair."""
+    if kind != "unpaired":
+        return items
+    return with_kl_completions(split_pairs(items) if split else items, options)
 
 
 def with_kl_completions(

@@ -32,7 +32,6 @@ from components.data.progress import show_progress
 from components.data.records.formats import normalize
 from components.data.records.options import RecordError
 from components.data.records.record_files import Unreadable
-from components.data.records.split_pairs import split_pairs
 from components.data.store.token_store import (
     CorruptTokenStore,
     StoreWriter,
@@ -41,7 +40,7 @@ from components.data.store.token_store import (
     WorkerLost,
     digest,
 )
-from components.data.tokenize.encoder import Encoder, EncoderInput, with_kl_completions
+from components.data.tokenize.encoder import Encoder, EncoderInput, encoder_inputs
 
 log = logging.getLogger(__name__)
 
@@ -210,9 +209,7 @@ def _open_or_write(path: Path, source: Source, encoder: Encoder, num_workers: in
 
 def _write_store(path: Path, source: Source, encoder: Encoder, num_workers: int) -> None:
     found = source.items(encoder.kind)
-    unpaired = encoder.kind == "unpaired"
-    single = split_pairs(found.items) if found.of_pairs else found.items
-    items = with_kl_completions(single, found.options) if unpaired else found.items
+    items = encoder_inputs(found.items, encoder.kind, found.options, split=found.splits_pairs)
     with new_writer(path, encoder, found.format) as writer:
         if done := writer.meta.records:
             log.info("tokenising %s: continues after %s rows", source.name, f"{done:,}")

@@ -113,19 +113,20 @@ def tensors(model: PreTrainedModel, adapter: LoRA | None, *, whole: bool) -> lis
     ``whole`` weights, which it takes out of the stack.
     """
     if adapter is not None:
-        return together(
+        return grouped(
             (re.sub(r"\.experts\.\d+\.", ".experts.", name), name) for name in adapter.shapes(model)
         )
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    return together((name if whole else EXPERT_PARAM.sub(in_stack, name), name) for name in trained)
+    return grouped((name if whole else EXPERT_PARAM.sub(stack_name, name), name) for name in trained)
 
 
-def in_stack(found: re.Match[str]) -> str:
+def stack_name(found: re.Match[str]) -> str:
+    """Return the name of the tensor that holds the weight of an expert, from a match of its name."""
     leaf = found["leaf"]
     return f"{found['experts']}.{'down' if leaf.startswith('down_proj') else 'gate_up'}"
 
 
-def together(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
+def grouped(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
     """Return the second strings of ``pairs``, in a list for each first string."""
     found: dict[str, list[str]] = {}
     for key, name in pairs:

@@ -160,7 +160,7 @@ def attention(
     if padded:
         assert cu_seq_lens_q is None, "padded=True and cu_seq_lens_q contradict each other"
         return causal_sdpa(query, key, value, dropout=dropout, **options), None
-    if cu_seq_lens_q is None:  # nor ``padded``: the blocks of nemotron, for example, keep both to themselves
+    if cu_seq_lens_q is None:  # for example nemotron, whose blocks pass no further arguments to attention
         raise ConfigError(
             f"model: its blocks do not pass the ends of sequences on to {type(module).__name__}, "
             "so packed sequences would attend to each other; choose another model."

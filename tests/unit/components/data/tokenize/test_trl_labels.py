@@ -172,7 +172,7 @@ def test_pairs_are_split_as_by_trl(tmp_path: Path) -> None:
     path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     split = []
     found = FileSource(option="data.train", path=str(path)).items("unpaired")
-    assert found.of_pairs
+    assert found.splits_pairs
     for item, origin in split_pairs(found.items):
         assert isinstance(item, PairAnswer)
         if origin.endswith(":6"):
