@@ -251,4 +251,4 @@ def is_due(t: TrainContext, step: int, steps: float, epochs: int) -> bool:
     before, epoch = t.train_data.epoch(step - 1), t.train_data.epoch(step)
     if before is None or epoch is None:
         return False
-    return int(epoch) > int(before) and every(epochs, int(epoch), last)
+    return epochs > 0 and int(epoch) // epochs > int(before) // epochs

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from components.contracts.data import BatchStats
 from components.contracts.engine import StepResult
@@ -27,6 +28,9 @@ class BestMetric(Hook):
     """Number of evaluations since the best one after which the run ends. None means no early stopping."""
 
     def begin(self, run: HookRun) -> None:
+        old = run.resumed_from
+        if self.saves and old is not None and old.parent != run.folder / "checkpoints":
+            self._say_where_the_best_is(old.parent)
         self._stop_if_exhausted(run)
 
     def after_evaluation(self, run: HookRun, metrics: Mapping[str, float]) -> None:
@@ -35,9 +39,21 @@ class BestMetric(Hook):
             run.ask("save")
         self._stop_if_exhausted(run)
 
+    def _watches_as_before(self) -> bool:
+        return self.state.best_of == f"{self.watched.mode} {self.watched.name}"
+
+    def _say_where_the_best_is(self, checkpoints: Path) -> None:
+        if self._watches_as_before() and self.state.best_step is not None:
+            log.info(
+                "the best %s so far is that of step %d in %s",
+                self.watched.name,
+                self.state.best_step,
+                checkpoints,
+            )
+
     def _stop_if_exhausted(self, run: HookRun) -> None:
-        state, of = self.state, f"{self.watched.mode} {self.watched.name}"
-        if self.patience is None or state.best_of != of or state.evals_since_best < self.patience:
+        state = self.state
+        if self.patience is None or not self._watches_as_before() or state.evals_since_best < self.patience:
             return
         since = "the start" if state.best_step is None else f"step {state.best_step}"
         log.info(

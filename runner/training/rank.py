@@ -28,7 +28,7 @@ from components.rank_info import RankInfo
 from components.reference.precompute import precompute
 from components.reference.source import resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
-from runner.config.run_config import seconds, watched_metric
+from runner.config.run_config import CheckpointConfig, seconds, watched_metric
 from runner.config.sources import ConfigSources
 from runner.launch.failures import naming_file
 from runner.launch.run_dir import read_run_config
@@ -219,7 +219,7 @@ def build_loop(
     watchdog: Watchdog,
 ) -> TrainContext:
     """Build the arguments of ``train``, for a new run or from ``record.checkpoint``, on every rank."""
-    run, saving, place = experiment.run, experiment.checkpoint, RankInfo.read()
+    run, rank = experiment.run, RankInfo.read().rank
     cache = None if record.reference is None else Path(record.reference.folder)
     data = experiment.data.restore(record.data)
     shard = BatchShard(run.global_batch_size, run.rows_per_microbatch, engine.dp_rank, engine.dp_size)
@@ -246,23 +246,12 @@ def build_loop(
         train_data=train_data,
         eval_data=data.eval_loaders(shard, cache),
         lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=train_data.num_steps),
-        checkpoints=CheckpointManager(
-            folder / "checkpoints",
-            identity=RunIdentity(**record.identity),
-            keep_last=saving.keep_last,
-            keep_best=saving.keep_best is not None,
-            model_only=saving.model_only,
-            on_error=saving.on_error,
-            in_background=saving.async_save,
-            first_of_node=place.local_rank == 0,
-            current=point,
-            on_saved=partial(hooks.call, "after_save"),
-        ),
+        checkpoints=checkpoint_manager(experiment.checkpoint, folder, record, hooks),
         reporter=report,
-        profiler=Profiler(experiment.profiler, folder / "profile", place.rank, engine.device),
+        profiler=Profiler(experiment.profiler, folder / "profile", rank, engine.device),
         state=state,
         run=run,
-        checkpoint=saving,
+        checkpoint=experiment.checkpoint,
         hooks=hooks,
         stop=StopPolicy(
             engine.max_over_ranks,
@@ -270,9 +259,26 @@ def build_loop(
             deadline,
             # Estimate for the first save: fp32 weights and two moments (12 bytes a parameter), at 200 MB/s.
             save_s=engine.describe()["trained_parameters"] * 12 / 200e6,
-            prune=pruner_of(record.sweep) if place.rank == 0 else None,
+            prune=pruner_of(record.sweep) if rank == 0 else None,
         ),
         watchdog=watchdog,
+    )
+
+
+def checkpoint_manager(
+    options: CheckpointConfig, folder: Path, record: RunRecord, hooks: Hooks
+) -> CheckpointManager:
+    return CheckpointManager(
+        folder / "checkpoints",
+        identity=RunIdentity(**record.identity),
+        keep_last=options.keep_last,
+        keep_best=options.keep_best is not None,
+        model_only=options.model_only,
+        on_error=options.on_error,
+        in_background=options.async_save,
+        first_of_node=RankInfo.read().local_rank == 0,
+        current=record.checkpoint,
+        on_saved=partial(hooks.call, "after_save"),
     )
 
 

@@ -59,6 +59,10 @@ def test_an_early_stop_keeps_the_best_and_is_not_resumed(
     )
     assert call_here(*again, "early_stopping.patience=4") == 0
     assert saved(first) == [1, 5], "the count went on"
+    capsys.readouterr()
+    elsewhere = ("run.max_steps=6", "run.name=elsewhere", f"checkpoint.resume={first}")
+    run_here(tmp_path, *few, *watched, "early_stopping.patience=9", *elsewhere)
+    assert f"the best eval/loss so far is that of step 1 in {first}/checkpoints" in stderr_of(capsys)
 
 
 def test_a_run_that_continues_keeps_its_start_and_its_end(

@@ -5,6 +5,9 @@ from collections.abc import Iterator, Mapping
 from components.contracts.json_types import Json
 from components.data.records.options import MESSAGE_KEYS, RecordError, RecordOptions
 
+_NOT_MESSAGES = ("tools", "chat_template_kwargs")
+"""Fields whose objects are not messages, although their keys may have the same names."""
+
 
 def renamed(record: Mapping[str, object], options: RecordOptions) -> Mapping[str, object]:
     """Return the record with the names that formats use, according to ``data.columns`` and ``data.roles``.
@@ -17,7 +20,10 @@ def renamed(record: Mapping[str, object], options: RecordOptions) -> Mapping[str
     named = set(fields.values())
     kept = {} if options.only_columns else {key: record[key] for key in record if key not in named}
     given = {ours: record[theirs] for ours, theirs in fields.items() if record.get(theirs) is not None}
-    return {name: _renamed_messages(value, options) for name, value in (kept | given).items()}
+    return {
+        name: value if name in _NOT_MESSAGES else _renamed_messages(value, options)
+        for name, value in (kept | given).items()
+    }
 
 
 def unnamed(record: Mapping[str, object], options: RecordOptions) -> list[str]:
@@ -34,7 +40,10 @@ def unnamed(record: Mapping[str, object], options: RecordOptions) -> list[str]:
     of_messages = {ours: theirs for ours, theirs in options.columns.items() if ours in MESSAGE_KEYS}
     of_record = {ours: theirs for ours, theirs in options.columns.items() if ours not in MESSAGE_KEYS}
     found = list(_displaced(record, of_record))
+    other = {options.columns.get(name, name) for name in _NOT_MESSAGES}
     for name, value in record.items():
+        if name in other:
+            continue
         turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
         keys = dict.fromkeys(key for turn in turns for key in _displaced(turn, of_messages))
         found += [f"{name}[].{key}" for key in keys]

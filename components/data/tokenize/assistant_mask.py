@@ -91,8 +91,9 @@ class Template:
         """Raise RecordError if the template ignores the content of a turn, the tools or the tool calls.
 
         It ignores them if ``text``, the result of ``render``, stays the same without the tools, without all
-        tool calls, or with another content. A content that is found in the text is not rendered again. The
-        content of a turn that calls tools may be missing, because some templates never write it.
+        tool calls, or with another content. A content that follows the previous one in the text is not
+        rendered again. The content of a turn that calls tools may be missing, because some templates never
+        write it.
         """
 
         def drops(changed: list[Message], template: Template = self) -> bool:
@@ -109,11 +110,13 @@ class Template:
         ]
         if calling and drops(plain):
             raise self.error("does not render tool_calls")
+        end = 0
         for i, message in enumerate(messages):
-            if i in calling or message["content"].strip() in text:
-                continue
+            content = message["content"].strip()
             other = {**message, "content": message["content"] + _PROBE}
-            if drops([*messages[:i], other, *messages[i + 1 :]]):
+            if (found := text.find(content, end)) >= 0:
+                end = found + len(content)
+            elif i not in calling and drops([*messages[:i], other, *messages[i + 1 :]]):
                 raise self.error(f"does not render message {i}, of the role {message['role']}")
 
     def error(self, what: str, remedy: str = "Change the record, or name another tokenizer.") -> RecordError:

@@ -1,4 +1,4 @@
-"""An evaluation that a stop has put off, after the checkpoint of its step."""
+"""When an evaluation is due, and one that a stop has put off, after the checkpoint of its step."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,3 +35,11 @@ def test_its_checkpoint_learns_that_it_is_the_best(tmp_path: Path, monkeypatch: 
     assert best_checkpoint(tmp_path / "checkpoints") == step_folder(tmp_path / "checkpoints", 3)
     assert requests == {"evaluate"}, "its request is not left for the next step"
     assert TrainState.read(step_folder(tmp_path / "checkpoints", 3)) == state
+
+
+@pytest.mark.parametrize(("steps", "every"), [([2, 3, 4, 5, 6], 1), ([3, 5, 6], 2), ([5], 4), ([], 0)])
+def test_a_step_may_be_longer_than_an_epoch(steps: list[int], every: int) -> None:
+    """It completes the epoch of the cadence also if it ends in a later one."""
+    epochs = [0.0, 0.9, 1.2, 2.0, 3.1, 5.0, 6.3]
+    t: Any = SimpleNamespace(train_data=SimpleNamespace(num_steps=6, epoch=epochs.__getitem__))
+    assert [step for step in range(1, 7) if loop.is_due(t, step, 0, every)] == steps

@@ -341,6 +341,15 @@ def test_names_of_columns_and_roles() -> None:
     assert normalize({"question": "U", "answer": "A"}, question, "f:1")[0] == ChatSample([U, A], None)
 
 
+def test_names_of_messages_do_not_rename_the_keys_of_tools() -> None:
+    options = RecordOptions(format="messages", columns={"role": "name", "content": "value", "tools": "api"})
+    tool = {"type": "function", "function": {}, "value": "the time", "name": "now"}
+    turns = [{"name": "user", "value": "U"}, {"name": "assistant", "value": "A"}]
+    record = {"messages": turns, "api": [tool], "chat_template_kwargs": {"name": "n"}}
+    sample = ChatSample([U, A], [tool], template_kwargs={"name": "n"})
+    assert normalize(record, options, "f:1") == (sample, [])
+
+
 def test_what_is_not_read_is_named() -> None:
     record = {"messages": [{**U, "id": 3}, A], "source": "web", "images": [], "note": None}
     assert normalize(record, RecordOptions(format="messages"), "f:1")[1] == ["source", "messages[].id"]

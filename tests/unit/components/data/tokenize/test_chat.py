@@ -285,6 +285,14 @@ def test_template_without_a_place_for_tools_is_an_error(key: str) -> None:
         encode_chat([CHAT[1], answer], tokenizer, tools=[call] if key == "tools" else None)
 
 
+def test_a_dropped_turn_whose_text_stands_elsewhere_is_an_error() -> None:
+    template = CHATML.replace("'<|im_start|>' + m.role", "'' if loop.index == 3 else '<|im_start|>' + m.role")
+    turns = [{"role": "user", "content": "Say Hello"}, {"role": "assistant", "content": "Yes"}]
+    more = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Bye"}]
+    with pytest.raises(ConfigError, match="does not render message 2, of the role user"):
+        encode_chat([*turns, *more], make_tokenizer(template))
+
+
 def test_tools_are_no_tool_calls() -> None:
     call = {"type": "function", "function": {"name": "now", "arguments": {}}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
