@@ -1,4 +1,7 @@
-"""Token statistics in chunks of a given size. With the default size, a small test has only one chunk."""
+"""Token statistics in chunks of a given size, and in blocks of two rows.
+
+With the default sizes, a small test has only one chunk of one block.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,7 @@ def op_by_op(function: Callable[..., Any]) -> Callable[..., Any]:
 def chunked_stats(*args: Any, chunk_size: int, fused: bool = False, **options: Any) -> TokenStats:
     with (
         mock.patch.object(token_log_probs, "CPU_ROWS", chunk_size),
+        mock.patch.object(token_log_probs, "CPU_BLOCK_BYTES", 2 * 4 * len(args[1])),
         mock.patch.object(fused_softmax, "is_available", return_value=fused),
         mock.patch.object(fused_softmax, "compiled", op_by_op),
     ):
