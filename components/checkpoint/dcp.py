@@ -9,6 +9,7 @@ Face parameter names, ``evaluated/<name>`` of an optimizer with other weights fo
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
+from warnings import catch_warnings, filterwarnings
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -59,7 +60,11 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = 
     """
     try:
         no_dist = not (together and dist.is_initialized())
-        dcp.load(dict(tensors), storage_reader=CheckpointReader(path), no_dist=no_dist)
+        with catch_warnings():
+            filterwarnings(
+                "ignore", "torch.distributed is disabled"
+            )  # that each rank reads by itself is meant
+            dcp.load(dict(tensors), storage_reader=CheckpointReader(path), no_dist=no_dist)
     except (OSError, dcp.CheckpointException) as error:
         # The text of a CheckpointException is the tracebacks of all ranks.
         first = error if isinstance(error, OSError) else next(iter(error.failures.values()))[0]

@@ -1,7 +1,7 @@
 """Finding the checkpoint for ``checkpoint.resume``, and checking that the run may continue from it."""
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -68,6 +68,8 @@ class Resume:
     verify: bool = False
     """Whether to read every byte of the checkpoint and compare checksums. Sizes are always compared."""
     force: bool = False
+    evaluates: bool = False
+    """Whether the run only evaluates. Its stage may then be another one, without a reference model."""
 
     def resolve(self, output_dir: Path, name: str, identity: RunIdentity) -> Path | None:
         """Return the checkpoint to resume from. None means that the run starts from step 0.
@@ -82,6 +84,8 @@ class Resume:
         point = find_checkpoint("checkpoint.resume", self.mode) if named else newest(output_dir / name)
         if point is not None:
             meta = verify_checkpoint(point, checksums=self.verify)
+            if self.evaluates and identity.reference is None:
+                identity = replace(identity, reference=meta.identity.get("reference"))
             check_same_run(point, meta, identity, force=self.force)
         return point
 

@@ -71,6 +71,8 @@ class Hook:
     on_error: Literal["stop", "warn"] = "stop"
     generates_text: ClassVar[bool] = False
     """Whether the hook completes prompts with the model, which a reward model cannot."""
+    needs_evaluations: ClassVar[bool] = False
+    """Whether the hook has no effect in a run without evaluations, which is then refused."""
     weight_copies: ClassVar[int] = 0
     """Number of fp32 copies of the trained weights that the hook keeps, for the estimate of memory. Each rank
     keeps a copy of ``engine.tensors(model_only=True)``."""

@@ -28,6 +28,7 @@ class Samples(Hook):
     """
 
     generates_text: ClassVar[bool] = True
+    needs_evaluations: ClassVar[bool] = True
 
     prompts: str
     """Path of a file or folder, or a pattern of paths; records have ``messages``, ``prompt`` or ``text``."""

@@ -241,9 +241,9 @@ def check_length(num_steps: int, resume: Path | None) -> None:
         )
 
 
-def check_early_stop(metric: str | None, mode: str, patience: int, resume: Path | None) -> None:
+def check_early_stop(metric: str, mode: str, patience: int, resume: Path | None) -> None:
     """Raise ConfigError if early stopping has already ended the resumed run."""
-    if metric is None or resume is None:
+    if resume is None:
         return
     state = read_meta(resume).state
     evaluations = state.get("evals_since_best", 0)
@@ -281,13 +281,17 @@ def check_start(init_from: str | None, resume: Path | None) -> None:
         )
 
 
-def check_profile(last_step: int, ranks: Sequence[int], steps_left: int, world_size: int) -> None:
-    """Raise ConfigError if the profiler has no ranks, or has steps or ranks that the run does not have."""
+def check_profiled_steps(last_step: int, steps_left: int) -> None:
+    """Raise ConfigError if the profiler has steps that the run does not have."""
     if last_step > steps_left:
         raise ConfigError(
             f"profiler.steps: the last is {last_step}, and this run takes {steps_left} steps; "
             "choose earlier ones, or raise run.max_steps or run.epochs."
         )
+
+
+def check_profiled_ranks(ranks: Sequence[int], world_size: int) -> None:
+    """Raise ConfigError if the profiler has no ranks, or has ranks that the run does not have."""
     if not ranks:
         raise ConfigError("profiler.ranks: is empty, and nothing would be recorded; use [0].")
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
@@ -333,6 +337,16 @@ def check_scalar_head(scalar_head: bool, hooks: Mapping[str, Hook]) -> None:
     for name, hook in hooks.items():
         if scalar_head and hook.generates_text:
             raise ConfigError(f"hook.{name}: a reward model completes no prompts; leave it out.")
+
+
+def check_evaluating_hooks(hooks: Mapping[str, Hook], *, evaluates: bool) -> None:
+    """Raise ConfigError if a hook acts after evaluations, and the run has none."""
+    for name, hook in hooks.items():
+        if hook.needs_evaluations and not evaluates:
+            raise ConfigError(
+                f"hook.{name}: acts after evaluations, and this run has none; set data.eval or "
+                "data.eval_fraction, and run.eval_every or run.eval_at_end=true."
+            )
 
 
 def check_normalisation(normalize: str | None, packing: str) -> None:

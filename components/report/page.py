@@ -107,7 +107,8 @@ def page_data(title: str, runs: Sequence[RunPage]) -> Json:
         "runs": [
             shown(run, documents)
             | {"name": name, "config": {key: run.config[key] for key in differing if key in run.config}}
-            for run, name in zip(runs, run_names(runs, columns), strict=True)
+            | {"group": group}
+            for run, name, group in zip(runs, run_names(runs, columns), group_names(runs), strict=True)
         ],
         "charts": [
             {
@@ -141,6 +142,22 @@ def run_names(runs: Sequence[RunPage], columns: Sequence[str]) -> list[str]:
     ]
 
 
+def group_names(runs: Sequence[RunPage]) -> list[str]:
+    """Return the group of each run in a ranking: its ``group``, and differing options of the same stage.
+
+    Losses with other options, such as ``stage.loss`` or ``stage.beta``, are not comparable.
+    """
+    options: dict[str, list[Json]] = {}
+    for run in runs:
+        options.setdefault(run.group[0], []).append(run.stage_options)
+    varied = {name: varied_keys(found) if len(found) > 1 else [] for name, found in options.items()}
+    names = []
+    for run in runs:
+        name, own = run.group[0], run.stage_options
+        names.append(", ".join([name, *(f"{key}={own[key]}" for key in varied[name] if key in own)]))
+    return names
+
+
 def shown(run: RunPage, documents: list[object]) -> Json:
     """Return the data of one run for the page.
 
@@ -150,14 +167,13 @@ def shown(run: RunPage, documents: list[object]) -> Json:
     loss = results.get("eval/loss", results.get("train/loss")) if entry.loss is None else entry.loss
     if run.diverged:
         loss = None
-    group, ranked = run.group
+    _, ranked = run.group
     return {
         "number": entry.number,
         "folder": None if entry.folder is None else str(entry.folder),
         "status": run.status,
         "error": run.error,
         "overrides": run.overrides,
-        "group": group,
         "ranked": ranked,
         "loss": finite(loss),
         "seconds": finite(entry.seconds),

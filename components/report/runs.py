@@ -144,6 +144,10 @@ class RunPage:
         return f"{' '.join(map(str, names))}: {data}", bool(stage and sizes)
 
     @property
+    def stage_options(self) -> Json:
+        return {key: value for key, value in self.config.items() if key.startswith("stage.")}
+
+    @property
     def steps(self) -> float | None:
         """The last logged step."""
         ends = [curve.last_step for curve in self.curves.values()]

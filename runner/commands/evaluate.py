@@ -56,6 +56,8 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
     else:
         known = recorded(folder)
         check_code(known, arguments)
+    if stage_of([*known, *given]) != stage_of(known):  # the options of the run's stage do not apply
+        known = [word for word in known if not name_of(word).startswith("stage.")]
     if {"data.eval", "data"} & {*map(name_of, given)} == {"data.eval"} and "data=llamafactory" in known:
         known = [word for word in known if word != "data=llamafactory" and name_of(word) not in _DATASETS]
     only = ["run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0"]
@@ -103,6 +105,12 @@ def recorded(folder: Path) -> list[str]:
     return [*own, *initial, name, f"checkpoint.resume={folder}", "checkpoint.allow_mismatch=true"]
 
 
+def stage_of(overrides: Sequence[str]) -> str:
+    """Return the option of the group ``stage``, by default that of ``conf/config.yaml``."""
+    chosen = [word.partition("=")[2] for word in overrides if name_of(word) == "stage"]
+    return chosen[-1] if chosen else "sft"
+
+
 def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
     """Raise ConfigError if the options of a run name code that the user has not trusted."""
     trusted = [module for word in given if word.startswith("trust=") for module in trusted_modules(word[6:])]
@@ -143,7 +151,10 @@ def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
     if "data.eval_dataset" in values:
         return [f"data.dataset={values['data.eval_dataset']}", "data.eval_fraction=0"]
     if "data.eval" in values:
-        sets = yaml.safe_load(values["data.eval"])  # a path, or several by name
+        try:
+            sets = yaml.safe_load(values["data.eval"])  # a path, or several by name
+        except yaml.YAMLError:  # Hydra names what is wrong
+            return []
         path = next(iter(sets.values()), None) if isinstance(sets, dict) else values["data.eval"]
         # An experiment may select the data itself.
         selects = {word for word in [*known, *given] if name_of(word) in ("data", "experiment")}

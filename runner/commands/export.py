@@ -74,6 +74,7 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
             ``dtype`` does not apply to the checkpoint.
     """
     from components.adapters.merge import new_folder
+    from components.checkpoint.dcp import saved_keys
     from runner.commands.trained_model import read_checkpoint
     from runner.training.rank import DTYPES
 
@@ -81,6 +82,8 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
     trained, stored = read_checkpoint(given)
     if "hook" in given:
         trained = replace(trained, kind=f"hook/{given['hook']}")
+        if not any(key.startswith(f"{trained.kind}/") for key in saved_keys(trained.checkpoint)):
+            raise ConfigError(f"hook: {trained.checkpoint} holds no average of a hook {given['hook']}.")
     dtype = DTYPES[given["dtype"]] if "dtype" in given else None
     if trained.adapter is None:
         if merge:

@@ -130,5 +130,7 @@ def _load(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTr
     except (OSError, ValueError) as error:
         reason, _, _ = str(error).partition("\n")
         raise ConfigError(f"checkpoint: cannot load {folder} ({reason}); export it again.") from error
+    if not len(tokenizer):  # without its files, transformers builds an empty one
+        raise ConfigError(f"checkpoint: {folder} has no tokenizer; copy the tokenizer's files into it.")
     use_plain_decoding(model, tokenizer)
     return model.to(inference_device(model)).eval(), tokenizer

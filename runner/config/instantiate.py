@@ -29,7 +29,6 @@ from runner.config.run_config import (
     ProfilerConfig,
     RunConfig,
     check_restart_source,
-    watched_metric,
 )
 from runner.config.sources import ConfigSources, is_trusted
 from runner.config.targets import objection
@@ -109,7 +108,6 @@ def build_experiment(config: Config, where: ConfigSources) -> Experiment:
         parts["model"] = replace(parts["model"], scalar_head=True)
     experiment = Experiment(**nodes, **parts)
     check_restart_source(experiment.run, experiment.checkpoint)
-    watched_metric(experiment.run, experiment.checkpoint, experiment.early_stopping)
     if experiment.checkpoint.init_from is None:
         return experiment
     point = resolve_checkpoint("checkpoint.init_from", experiment.checkpoint.init_from)  # the newest now

@@ -34,7 +34,8 @@ class RunConfig:
     dtype: Literal["fp32", "bf16", "fp8", "fp16"]
     loss_scale: LossScaling
     device: Literal["auto", DeviceKind]
-    log_every: int
+    log_every: float
+    """Number of steps, or, if below 1, a share of the run."""
     eval_every: float
     """Number of steps, or, if below 1, a share of the run."""
     eval_every_epochs: int
@@ -64,7 +65,7 @@ class RunConfig:
             "max_steps",
             *(["micro_batch_size"] if self.micro_batch_size != "auto" else []),
         )
-        intervals = ("log_every", "eval_every_epochs", "final_sample_tokens")
+        intervals = ("eval_every_epochs", "final_sample_tokens")
         check_not_negative("run", self, *intervals, "seed", "hang_timeout_s", "max_restarts")
         check_at_least_one("run.loss_scale", self.loss_scale, "initial", "growth_interval")
         if not self.loss_scale.initial <= LARGEST_SCALE:
@@ -87,6 +88,7 @@ class RunConfig:
         if self.target_loss is not None and not math.isfinite(self.target_loss):
             raise ConfigError(f"run.target_loss: must be a finite number, got {self.target_loss}; use 0.1.")
         check_cadence("run.eval_every", self.eval_every)
+        check_cadence("run.log_every", self.log_every)
         if self.seed >= 2**63:
             raise ConfigError(f"run.seed: must be below 2**63, got {self.seed}.")
         if self.max_steps is None and self.epochs is None:
@@ -95,6 +97,12 @@ class RunConfig:
             raise ConfigError(
                 f"run.name: {self.name!r} is not a folder name; leave out '/' and a leading '.'."
             )
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether a run with evaluation data evaluates without being asked by a hook."""
+        due = self.eval_every or self.eval_every_epochs or self.eval_at_end or self.eval_on_start
+        return bool(due or self.evaluate_only)
 
     @property
     def rows_per_microbatch(self) -> int:
@@ -112,7 +120,7 @@ class CheckpointConfig:
     model_only: bool
     keep_last: int
     keep_best: str | None
-    keep_best_mode: Literal["min", "max"]
+    keep_best_mode: Literal["min", "max"] | None
     async_save: bool
     on_error: Literal["stop", "continue"]
     resume: str
@@ -131,7 +139,7 @@ class EarlyStoppingConfig:
 
     metric: str | None
     patience: int
-    mode: Literal["min", "max"]
+    mode: Literal["min", "max"] | None
 
     def __post_init__(self) -> None:
         check_at_least_one("early_stopping", self, "patience")
@@ -207,20 +215,39 @@ def check_cadence(key: str, value: float) -> None:
         )
 
 
+def every(cadence: float, step: int, last: int) -> bool:
+    """Return whether ``step`` is a multiple of ``cadence``.
+
+    A cadence below 1 is a share of ``last``, the number of steps; 0 means never.
+    """
+    # Rounded, because 0.07 * 100 is slightly more than 7 in floating point.
+    steps = math.ceil(round(cadence * last, 6)) if cadence < 1 else int(cadence)
+    return steps > 0 and step % steps == 0
+
+
 def watched_metric(
     run: RunConfig, checkpoint: CheckpointConfig, early_stopping: EarlyStoppingConfig
 ) -> WatchedMetric | None:
     """Return the metric that checkpoints and early stopping watch, or None if they watch none.
 
     Raises:
-        ConfigError: if they watch different metrics or modes, a metric is not an evaluation metric, or
-            ``run.eval_every`` and ``run.eval_every_epochs`` are both 0.
+        ConfigError: if they watch different metrics or modes, a metric is not an evaluation metric, no mode
+            is given for a metric that is not a loss, or ``run.eval_every`` and ``run.eval_every_epochs`` are
+            both 0.
     """
     watched = {
-        "checkpoint.keep_best": (checkpoint.keep_best, checkpoint.keep_best_mode),
-        "early_stopping.metric": (early_stopping.metric, early_stopping.mode),
+        "checkpoint.keep_best": (
+            checkpoint.keep_best,
+            "checkpoint.keep_best_mode",
+            checkpoint.keep_best_mode,
+        ),
+        "early_stopping.metric": (early_stopping.metric, "early_stopping.mode", early_stopping.mode),
     }
-    given = {key: WatchedMetric(name, mode) for key, (name, mode) in watched.items() if name is not None}
+    given = {
+        key: WatchedMetric(name, mode or min_of_loss(name, mode_key))
+        for key, (name, mode_key, mode) in watched.items()
+        if name is not None
+    }
     for key, metric in given.items():
         if not metric.name.startswith("eval/"):
             raise ConfigError(f"{key}: {metric.name!r} is not a metric of the evaluation; use eval/loss.")
@@ -230,12 +257,19 @@ def watched_metric(
                 "(run.eval_every=0); set run.eval_every or run.eval_every_epochs."
             )
     if len(set(given.values())) > 1:
+        kept, monitored = given.values()
         raise ConfigError(
-            f"early_stopping.metric: watches {early_stopping.mode} {early_stopping.metric}, and "
-            f"checkpoint.keep_best {checkpoint.keep_best_mode} {checkpoint.keep_best}; name one metric and "
-            "one mode."
+            f"early_stopping.metric: watches {monitored.mode} {monitored.name}, and checkpoint.keep_best "
+            f"{kept.mode} {kept.name}; name one metric and one mode."
         )
     return next(iter(given.values()), None)
+
+
+def min_of_loss(metric: str, key: str) -> Literal["min"]:
+    """Return the mode of a loss; raise ConfigError for another metric, whose mode ``key`` must give."""
+    if metric.endswith("loss"):
+        return "min"
+    raise ConfigError(f"{key}: which value of {metric} is the best? Use max (the largest) or min.")
 
 
 def check_restart_source(run: RunConfig, checkpoint: CheckpointConfig) -> None:

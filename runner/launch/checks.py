@@ -27,7 +27,7 @@ from components.preflight.search.candidate import Candidate
 from components.rank_info import RankInfo, check_place
 from components.reference.source import ReferenceSource, about_reference, resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
-from runner.config.run_config import RunConfig
+from runner.config.run_config import RunConfig, watched_metric
 from runner.config.sources import ConfigSources
 from runner.launch.restart import begun_by_this_job
 from runner.launch.run_dir import create_run_folder, write_config
@@ -185,7 +185,10 @@ class RunPreparation:
         with log_to(None, self.console):
             saved = None if own is None else newest_valid(own / "checkpoints")
             asked = Resume(
-                str(saved or checkpoint.resume), verify=checkpoint.verify, force=checkpoint.allow_mismatch
+                str(saved or checkpoint.resume),
+                verify=checkpoint.verify,
+                force=checkpoint.allow_mismatch,
+                evaluates=run.evaluate_only,
             )
             resume = asked.resolve(Path(run.output_dir), run.name, identity)
         if resume is not None:
@@ -202,16 +205,22 @@ class RunPreparation:
             check_watched_set(metric, experiment.stage, data.eval, key)
         for name in ("eval_every", "eval_every_epochs", "eval_on_start"):
             checks.check_evaluation(name, getattr(run, name), bool(data.eval))
+        checks.check_evaluating_hooks(experiment.hook, evaluates=bool(data.eval) and run.is_evaluated)
         left, profiler = data.num_steps - checks.steps_done(resume), experiment.profiler
+        if profiler.enabled:
+            checks.check_profiled_ranks(profiler.ranks, self.world_size)
         unfinished = resume is not None and not has_completed(resume)
         if unfinished and left == 0:  # killed or stopped before its last evaluation, its export or its report
             return resume
         checks.check_length(data.num_steps, resume)
-        if not unfinished:
-            stopping = experiment.early_stopping
-            checks.check_early_stop(stopping.metric, stopping.mode, stopping.patience, resume)
+        if unfinished:
+            return resume
+        stopping = experiment.early_stopping
+        watched = watched_metric(run, checkpoint, stopping)
+        if watched is not None and stopping.metric is not None:
+            checks.check_early_stop(watched.name, watched.mode, stopping.patience, resume)
         if profiler.enabled:
-            checks.check_profile(profiler.steps[1], profiler.ranks, left, self.world_size)
+            checks.check_profiled_steps(profiler.steps[1], left)
         return resume
 
     def prepare_data(self) -> Prepared:
@@ -269,6 +278,7 @@ class RunPreparation:
             weight_copies=sum(hook.weight_copies for hook in experiment.hook.values()),
             max_length=experiment.data.max_length,
             shares_prompts=experiment.data.share_prompt,
+            layout_keys=frozenset(map(str, self.config["parallelism"])),
         )
 
     def preflight_folder(self) -> Path:
@@ -302,6 +312,7 @@ def check_launch(
     run, ahead, checkpoint = experiment.run, experiment.preflight, experiment.checkpoint
     for key, metric in watched_metrics(experiment).items():
         check_watched_metric(metric, experiment.stage, key)
+    watched_metric(run, checkpoint, experiment.early_stopping)
     if checkpoint.init_from is not None:  # so that ranks read the checkpoint that is the newest now
         config = {**config, "checkpoint": {**config["checkpoint"], "init_from": checkpoint.init_from}}
     reference = resolve_reference(experiment.stage, experiment.model, experiment.adapter)

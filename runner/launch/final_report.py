@@ -2,13 +2,14 @@
 
 import math
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from components.checkpoint import complete_checkpoints
 from components.checkpoint.folder import best_checkpoint, step_of
-from components.contracts.data import SampleKind
 from components.contracts.errors import TrainingError
+from components.contracts.loss import Loss
 from runner.config.command_line import is_sweep, single_job_overrides
 from runner.config.instantiate import Experiment
 from runner.launch.checks import RunPreparation
@@ -28,7 +29,7 @@ def print_summary(experiment: Experiment, folder: Path, record: RunRecord, saved
         facts["best"] = f"{best} by {experiment.checkpoint.keep_best}; the export is of the last step"
     facts |= metric_facts(record.results)
     if experiment.run.evaluate_only:
-        facts |= evaluation_facts(record.results, experiment.stage.kind)
+        facts |= evaluation_facts(record.results, experiment.stage)
     # The folder may have the export of an earlier end of the run.
     if experiment.run.export and not experiment.run.evaluate_only and (folder / "export").is_dir():
         facts |= export_facts(experiment, folder, record)
@@ -69,12 +70,13 @@ def metric_facts(results: Results) -> dict[str, str]:
     return facts
 
 
-def evaluation_facts(results: Results, kind: SampleKind) -> dict[str, str]:
+def evaluation_facts(results: Results, stage: Loss) -> dict[str, str]:
     """Return all metrics of an evaluation, and the perplexity if the loss is a mean over tokens."""
     found = {key: value for key, value in results.last.items() if key.startswith("eval/")}
     found["eval/loss"] = results.final_loss()
-    if kind in ("text", "chat"):
-        found["eval/perplexity"] = math.exp(found["eval/loss"])
+    if stage.kind in ("text", "chat") and getattr(stage, "normalize", "token") == "token":
+        loss = found["eval/loss"]
+        found["eval/perplexity"] = math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
     return {f"{key} ": f"{value:.6g}" for key, value in sorted(found.items())}
 
 

@@ -42,6 +42,11 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
         lambda e: e.run.dtype == "fp16",
         "run.dtype=fp16",
     ),
+    (
+        "data.eval data.eval_fraction",
+        lambda e: e.run.is_evaluated or e.hook,
+        "run.eval_at_end=true",
+    ),
     ("preflight.rank", lambda e: e.preflight.mode == "rehearse", "preflight.mode=rehearse"),
     (
         "preflight.steps",

@@ -89,7 +89,18 @@ def varied_overrides(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
     return [tuple(word for word in o.overrides if word not in common) for o in records]
 
 
+def are_comparable(records: Sequence[JobRecord]) -> bool:
+    """Return whether the losses of the jobs are of the same stage with the same options."""
+    keys = [word.lstrip("+").partition("=")[0] for words in varied_overrides(records) for word in words]
+    return not any(key.partition(".")[0] == "stage" for key in keys)
+
+
 def best(records: Sequence[JobRecord]) -> JobRecord | None:
-    """Return the record of the completed job with the lowest loss. None means that there is none."""
+    """Return the record of the completed job with the lowest loss.
+
+    None means that there is none, or that the losses of the jobs are not comparable.
+    """
+    if not are_comparable(records):
+        return None
     done = [record for record in records if record.status == "completed" and record.loss is not None]
     return min(done, key=lambda record: record.loss or 0.0, default=None)

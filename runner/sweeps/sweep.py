@@ -24,7 +24,14 @@ from components.contracts.status import JobStatus
 from components.json_text import read_json
 from runner.config.command_line import single_job_overrides
 from runner.launch.run_record import RunRecord
-from runner.sweeps.job_record import JobRecord, SweepJob, best, read_job_record, read_job_records
+from runner.sweeps.job_record import (
+    JobRecord,
+    SweepJob,
+    are_comparable,
+    best,
+    read_job_record,
+    read_job_records,
+)
 from runner.sweeps.table import print_table
 from runner.training.stop import PRUNED
 
@@ -116,6 +123,8 @@ def finish_sweep(folder: Path, code: int) -> int:
     if winner is not None:
         (folder / "best.yaml").write_text(yaml.safe_dump(describe_best(winner), sort_keys=False, width=1000))
         print(f"best: job {winner.number}, loss {winner.loss:.4f}: {folder / 'best.yaml'}")
+    elif not are_comparable(records):
+        print("no best job: losses of different stages, or of other options of a stage, are not comparable")
     print(f"sweep folder: {folder}")
     return code
 

@@ -11,7 +11,6 @@ Hooks observe these calls, and may request an evaluation, a checkpoint or the en
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from components.contracts.data import DataLoader
 from components.contracts.engine import Engine
 from components.contracts.loss import Loss
 from components.engines.shared.oom import naming_step
-from runner.config.run_config import CheckpointConfig, RunConfig
+from runner.config.run_config import CheckpointConfig, RunConfig, every
 from runner.launch.run_record import Stopped
 from runner.training.hooks import Hooks
 from runner.training.metrics import MetricsReporter
@@ -226,15 +225,6 @@ def save_checkpoint(t: TrainContext) -> None:
     with t.stop.expects_save():
         t.checkpoints.save(t.engine, t.state, t.hooks.tensors())
     t.stop.poll()  # a stop requested during the save: no further step begins
-
-
-def every(cadence: float, step: int, last: int) -> bool:
-    """Return whether ``step`` is a multiple of ``cadence``.
-
-    A cadence below 1 is a share of ``last``, the number of steps; 0 means never.
-    """
-    steps = math.ceil(cadence * last) if cadence < 1 else int(cadence)
-    return steps > 0 and step % steps == 0
 
 
 def evaluation_due(t: TrainContext, step: int) -> bool:

@@ -14,6 +14,7 @@ from rich.progress import Progress, TaskID
 from components.contracts.data import BatchStats
 from components.contracts.engine import StepResult
 from components.loggers import CompositeLogger, RunResult
+from runner.config.run_config import every
 from runner.launch.run_record import Stopped
 from runner.training.run_summary import Results
 from runner.training.state import TrainState
@@ -41,7 +42,7 @@ class Window:
 class MetricsReporter:
     """The reporter of a run's metrics, which has loggers and a progress bar only on the main rank."""
 
-    log_every: int
+    log_every: float
     flops: Callable[[BatchStats], float]
     """Floating point operations of one step on a global batch."""
     peak_flops: float | None
@@ -96,7 +97,8 @@ class MetricsReporter:
         if self.progress is not None and self.task is not None:
             description = "step" if epoch is None else f"epoch {epoch:.2f}  step"
             self.progress.update(self.task, completed=state.step, description=description)
-        if self.log_every and (state.step % self.log_every == 0 or state.step == self.total_steps):
+        at_end = bool(self.log_every) and state.step == self.total_steps
+        if at_end or every(self.log_every, state.step, self.total_steps):
             row = train_row(state, stats, result, lr, epoch) | performance(window, self.peak_flops)
             row |= self._memory()
             self.window = Window()

@@ -55,10 +55,17 @@ class Profiler:
     def finish(self, last: int) -> None:
         """Stop the recording, if it is running, and write it; ``last`` is the number of its last step.
 
-        A run may end before the last of ``profiler.steps``. A recording that is not stopped can crash the
-        process at exit.
+        A run may end before the last of ``profiler.steps``, and one that is resumed before the first. A
+        recording that is not stopped can crash the process at exit.
         """
-        if self.recorder is None or self.recorded_from is None:
+        if self.recorder is None:
+            return
+        if self.recorded_from is None:
+            log.warning(
+                "no profile: this process took %d steps, and profiler.steps begin at %d",
+                self.steps,
+                self.first,
+            )
             return
         self.recorder.stop()
         try:

@@ -219,7 +219,7 @@ def build_loop(
     watchdog: Watchdog,
 ) -> TrainContext:
     """Build the arguments of ``train``, for a new run or from ``record.checkpoint``, on every rank."""
-    run, rank = experiment.run, RankInfo.read().rank
+    run, place = experiment.run, RankInfo.read()
     cache = None if record.reference is None else Path(record.reference.folder)
     data = experiment.data.restore(record.data)
     shard = BatchShard(run.global_batch_size, run.rows_per_microbatch, engine.dp_rank, engine.dp_size)
@@ -248,7 +248,7 @@ def build_loop(
         lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=train_data.num_steps),
         checkpoints=checkpoint_manager(experiment.checkpoint, folder, record, hooks),
         reporter=report,
-        profiler=Profiler(experiment.profiler, folder / "profile", rank, engine.device),
+        profiler=Profiler(experiment.profiler, folder / "profile", place.rank, engine.device),
         state=state,
         run=run,
         checkpoint=experiment.checkpoint,
@@ -259,7 +259,7 @@ def build_loop(
             deadline,
             # Estimate for the first save: fp32 weights and two moments (12 bytes a parameter), at 200 MB/s.
             save_s=engine.describe()["trained_parameters"] * 12 / 200e6,
-            prune=pruner_of(record.sweep) if rank == 0 else None,
+            prune=pruner_of(record.sweep) if place.rank == 0 else None,
         ),
         watchdog=watchdog,
     )

@@ -302,7 +302,7 @@ def test_axolotl(imported: Run) -> None:
     check(answer, expected)
     assert OmegaConf.select(answer.composed(), "scheduler.min_lr") == pytest.approx(2e-5)
     for named in (
-        "load_in_8bit=True: ",
+        "load_in_8bit=True: use adapter=qlora (in 4 bits)",
         "special_tokens=",
         "tf32: ",
         "dataset_p",

@@ -575,9 +575,37 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["early_stopping.metric", "run.eval_every"],
     ),
     "two metrics": (
-        ["checkpoint.keep_best=eval/loss", "early_stopping.metric=eval/accuracy", "run.eval_every=1"],
-        ["early_stopping.metric", "eval/accuracy", "name one"],
+        [
+            "stage=rm",
+            "checkpoint.keep_best=eval/loss",
+            "early_stopping.metric=eval/accuracy",
+            "early_stopping.mode=max",
+            "run.eval_every=1",
+        ],
+        ["early_stopping.metric", "max eval/accuracy", "min eval/loss", "name one"],
     ),
+    "best of a metric without a mode": (
+        ["stage=dpo", "checkpoint.keep_best=eval/rewards/accuracies", "run.eval_every=1"],
+        ["checkpoint.keep_best_mode", "eval/rewards/accuracies", "Use max"],
+    ),
+    "early stop without a mode": (
+        ["stage=dpo", "early_stopping.metric=eval/rewards/accuracies", "run.eval_every=1"],
+        ["early_stopping.mode", "eval/rewards/accuracies", "Use max"],
+    ),
+    "samples without evaluations": (
+        ["hook=[samples]", "hook.samples.prompts={tmp}/text.jsonl", "run.eval_at_end=false"],
+        ["hook.samples", "acts after evaluations", "run.eval_every"],
+    ),
+    "samples without evaluation data": (
+        [
+            "hook=[samples]",
+            "hook.samples.prompts={tmp}/text.jsonl",
+            "data=files",
+            "data.train={tmp}/chat.jsonl",
+        ],
+        ["hook.samples", "acts after evaluations", "data.eval"],
+    ),
+    "share of a log": (["run.log_every=1.5"], ["run.log_every", "a share of the run below 1"]),
     "best without evaluation data": (
         ["checkpoint.keep_best=eval/loss", "run.eval_every=1", "data=files", "data.train={tmp}/chat.jsonl"],
         ["run.eval_every", "data.eval"],

@@ -342,6 +342,11 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "code of a model of ours": (("model.trust_remote_code=true",), "model.trust_remote_code", "leave it out"),
     # ---- keys that need another
+    "data of no evaluation": (
+        ("data=files", "data.train=a.jsonl", "data.eval=b.jsonl", "run.eval_at_end=false"),
+        "data.eval",
+        "run.eval_at_end=true",
+    ),
     "profiler.steps of no profile": (("profiler.steps=[1,2]",), "profiler.steps", "profiler.enabled=true"),
     "profiler.ranks of no profile": (("profiler.ranks=[0]",), "profiler.ranks", "profiler.enabled=true"),
     "profiler.memory of no profile": (("profiler.memory=true",), "profiler.memory", "profiler.enabled=true"),

@@ -110,6 +110,21 @@ def test_a_run_on_the_demo_data_is_evaluated_on_a_file(tmp_path: Path, chats: Pa
     assert f"data.train={chats}" in (newest(tmp_path / "a") / "run.json").read_text()
 
 
+def test_another_stage(tmp_path: Path, chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with a reference model, and options that only its own stage has, are no obstacle."""
+    of_pairs = ("stage=dpo", "stage.beta=0.2", "run.max_steps=1")
+    run = run_here(tmp_path / "run", *SMALL, *of_pairs)
+    data = (f"data.eval={chats}", "data.max_length=128", "stage=sft")
+    found = evaluated(tmp_path / "a", f"checkpoint={run}", *data)
+    assert "eval/rewards/accuracies" not in found
+    capsys.readouterr()
+    exported = evaluated(tmp_path / "b", f"checkpoint={run}/export", "data=files", *data)
+    assert found["eval/loss"] == pytest.approx(exported["eval/loss"], rel=1e-6)
+    assert "eval/perplexity" in capsys.readouterr().out
+    evaluated(tmp_path / "c", f"checkpoint={run}", *data, "stage.normalize=sequence")
+    assert "eval/perplexity" not in capsys.readouterr().out
+
+
 def test_another_layout_and_other_data(tmp_path: Path, pipelined: Path, chats: Path) -> None:
     own = rows(pipelined, "eval/loss")[-1]["eval/loss"]
     assert evaluated(tmp_path / "a", f"checkpoint={pipelined}")["eval/loss"] == own
@@ -309,6 +324,7 @@ def test_the_most_probable_token_is_taken_whatever_the_model_suggests(tmp_path: 
         (["top_p=0", "temperature=1"], "top_p: must be above 0 and at most 1"),
         (["top_k=5"], "top_k: is not read with temperature=0; set temperature"),
         (["batch_size=1.5"], "batch_size: must be a whole number"),
+        (["seed=99999999999999999999", "temperature=1"], "seed: must be a whole number below 2.63"),
         (["max_new_tokens=inf"], "max_new_tokens: must be a number of at least 1, got inf"),
         (["max_new_tokens=many"], "max_new_tokens: must be a number of at least 1, got many"),
         (["strings=messages"], "must be plain or chat"),

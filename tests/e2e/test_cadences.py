@@ -40,6 +40,8 @@ def test_a_logged_loss_is_the_mean_since_the_last_row(tmp_path: Path, every_step
     assert means == [pytest.approx(sum(losses[:3]) / 3, abs=0), pytest.approx(sum(losses[3:]) / 3, abs=0)]
     last = rows(run_here(tmp_path / "last", *SIX, "run.log_every=4"), "train/loss")[-1]
     assert (last["step"], last["train/loss"]) == (6, pytest.approx(sum(losses[4:]) / 2, abs=0))
+    shares = rows(run_here(tmp_path / "share", *SIX, "run.log_every=0.5"), "train/loss")
+    assert [row["train/loss"] for row in shares] == means
     # A run that resumes between two rows writes the same row.
     assert call_here(*SIX, *options, f"checkpoint.resume={run}/checkpoints/step_00000004") == 0
     assert curve(newest(tmp_path)) == [row for row in curve(run) if row["step"] == 6]

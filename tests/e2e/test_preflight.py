@@ -86,10 +86,11 @@ def test_512_ranks_on_a_laptop(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert words in shown
 
 
+@pytest.mark.parametrize("layout", ["fsdp2", "single"])
 def test_what_would_not_fit_is_refused_and_what_is_offered_fits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = [*SMALL, "run.micro_batch_size=4", "parallelism=fsdp2", "run.global_batch_size=8"]
+    keys = [*SMALL, "run.micro_batch_size=4", f"parallelism={layout}", "run.global_batch_size=8"]
     keys += ["preflight.mode=only", f"run.output_dir={tmp_path}"]
     assert call_here(*keys) == 0
     (rank,) = forecast(tmp_path)["memory"]

@@ -1,9 +1,26 @@
 """``profiler.enabled=true`` writes a trace and a table of the given steps."""
 
 import json
+import shutil
 from pathlib import Path
 
-from tests.e2e.commands import SMALL, run_here
+import pytest
+
+from tests.e2e.commands import SMALL, call_here, run_here
+
+
+def test_a_run_that_goes_on_for_fewer_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same command finishes the run, and says that nothing is recorded."""
+    saves = ("run.export=false", "checkpoint.save_every=2", f"run.output_dir={tmp_path}")
+    profiles = (*saves, "profiler.enabled=true", "profiler.steps=[3,4]")
+    run = run_here(tmp_path, *SMALL, *saves)
+    shutil.rmtree(run / "checkpoints" / "step_00000004")
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(facts | {"ended": "interrupted"}))
+    assert call_here(*SMALL, *profiles, "checkpoint.resume=auto") == 0
+    assert "no profile: this process took 2 steps, and profiler.steps begin at 3" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_a_trace_and_a_table(tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ import pytest
 from tests.rehearsal.rehearsed import GIB, rehearsed
 
 ROW = ["run.dtype=bf16", "data.max_length=2048"]
-EIGHT_LAYERS = ["model=llama3_8b", "model.architecture.num_hidden_layers=8"]
+EIGHT = ["model.architecture.num_hidden_layers=8"]
+EIGHT_LAYERS = ["model=llama3_8b", *EIGHT]
+FOUR_LAYERS = ["model=llama3_1b", "model.architecture.num_hidden_layers=4", "stage=pt"]
 SINGLE_FP32 = ["model=qwen3_0_6b", "run.dtype=fp32", "model.architecture.num_hidden_layers=4"]
 LARGE = {
     "1b": ["model=llama3_1b", "parallelism=single"],
     "0.6b fp32": [*SINGLE_FP32, "parallelism=single"],
     "0.6b fp32 megatron": [*SINGLE_FP32, "parallelism=megatron"],
-    "1b dora": ["model=llama3_1b", "parallelism=single", "adapter=dora"],
+    "1b dora": ["model=llama3_1b", *EIGHT, "parallelism=single", "adapter=dora"],
     "8b": [*EIGHT_LAYERS, "model=qwen3_8b", "parallelism=fsdp2", "parallelism.dp=8"],
     "8b averaged": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "hook=ema"],
     "8b muon": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "optimizer=muon"],
@@ -59,6 +61,19 @@ LARGE = {
         "parallelism.sequence_parallel=true",
         "parallelism.distributed_optimizer=true",
         "hook=ema",
+    ],
+    "1b predicting later tokens": [
+        *FOUR_LAYERS,
+        "parallelism=fsdp2",
+        "parallelism.dp=16",
+        "model.mtp.num_layers=2",
+    ],
+    "1b predicting later tokens with megatron": [
+        *FOUR_LAYERS,
+        "parallelism=megatron",
+        "parallelism.dp=8",
+        "parallelism.distributed_optimizer=true",
+        "model.mtp.num_layers=2",
     ],
     "8b in part": [
         *EIGHT_LAYERS,

@@ -116,7 +116,7 @@ def _matches(path: str) -> list[Path]:
     found = sorted(map(Path, glob(str(source), recursive=True))) if has_magic(path) else []
     if not found:
         what = "matches no file" if has_magic(path) else "no such file or folder"
-        raise ConfigError(f"{path}: {what}. Check the path in data.train or data.eval.")
+        raise ConfigError(f"{path}: {what}. Check the path in data.train, data.eval or prompts.")
     return found
 
 
@@ -149,7 +149,7 @@ def _not_empty(records: Iterator[Item], source: Path) -> Iterator[Item]:
     for count, item in enumerate(records, start=1):  # noqa: B007
         yield item
     if count == 0:
-        raise ConfigError(f"{source}: holds no record. Give data.train a file with at least one.")
+        raise ConfigError(f"{source}: holds no record. Give a file with at least one.")
 
 
 def _read_folder(folder: Path, reading: Reading) -> Iterator[Item]:

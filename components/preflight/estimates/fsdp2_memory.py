@@ -14,6 +14,7 @@ from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.parallelize import decoder_blocks
 from components.engines.shared.microbatch_merging import MAX_TOKENS, largest_number
 from components.models.attention_shape import attention_shape
+from components.models.mtp import num_mtp_layers
 from components.models.nf4 import BLOCK
 from components.models.scalar_head import output_head
 from components.optimizers import Optimizer
@@ -24,6 +25,7 @@ from components.preflight.estimates.activation_memory import (
     RunShape,
     add_by_name,
     head_activations,
+    kept_by_head,
     mask_bytes,
     mlp_activations,
     peak,
@@ -129,6 +131,7 @@ def memory(
         offloads_activations=layout.activation_offloading and step.device != "cpu",
         tokens=tokens,
         labels=min(step.microbatch.labels, tokens),
+        num_mtp_layers=num_mtp_layers(model.config),
         rounded_width=max((max(linear.weight.shape) for linear in linears.values()), default=0),
         rounded_weight=max((linear.weight.numel() for linear in linears.values()), default=0),
     )
@@ -187,6 +190,8 @@ class StepMemory:
     """Number of tokens of a micro-batch on this rank."""
     labels: int
     """Maximum number of labels on this rank: a cp rank may have the end of every sequence."""
+    num_mtp_layers: int = 0
+    """Number of the last blocks that predict a later token each, with the head once more."""
     rounded_width: int = 0
     """Largest number of channels that are rounded to float8 at once. 0 means that none are."""
     rounded_weight: int = 0
@@ -232,7 +237,11 @@ class StepMemory:
             "activations": self.saved(len(self.blocks), resident=1) + self.final_norm + result,
             "gradients": gradients,
         }
-        return add_by_name(head, own)
+        return add_by_name(head, own, *[self.kept_by_head] * self.num_mtp_layers)
+
+    @property
+    def kept_by_head(self) -> Bytes:
+        return kept_by_head(self.labels, self.hidden * self.size, self.weights.head)
 
     def during_block(self, number: int) -> Bytes:
         """Return the bytes in the backward pass of a block, while weights of the previous one are prefetched.
@@ -245,7 +254,9 @@ class StepMemory:
         reshards = self.layout.reshard_after_forward
         kept = blocks[number if reshards else 0 : number + 1]
         coming = self.sent(blocks[number - 1]) * (2 if self.run.device == "cpu" else 1) if number else 0
-        return {
+        # Before an MTP layer's own head, the heads of the last block and of earlier MTP layers were computed.
+        pending = max(number + 1 - (len(blocks) - self.num_mtp_layers), 0)
+        passing = {
             "gathered": self.gathered(kept) + (coming if reshards else 0),
             "activations": self.saved(number + 1, resident=2) + self.blocks[number].backward(self.tokens),
             "dequantized": own.dequantized_bytes(self.size),
@@ -255,6 +266,7 @@ class StepMemory:
             + (self.weights.head + own.trained) * self.size,
             "buffers": 0 if last else blocks[number + 1].trained * FP32,
         }
+        return add_by_name(passing, *[self.kept_by_head] * pending)
 
     def during_embedding(self) -> Bytes:
         """Return the bytes when the gradient of the embedding, one full matrix, is computed."""
@@ -446,6 +458,8 @@ def block_activations(
         plain, other = (replace(kind, dora_products=dora_products(model, adapter)) for kind in (plain, other))
     widths = dora_widths(model, adapter)
     blocks = [replace(other if n in routed else plain, dora=width) for n, width in enumerate(widths)]
+    main = len(blocks) - num_mtp_layers(model.config)
+    blocks = [replace(block, joins=number >= main) for number, block in enumerate(blocks)]
     first = len(blocks) if layout.recompute_num_layers is None else layout.recompute_num_layers
     return (*blocks[:first], *(block.not_recomputed() for block in blocks[first:]))
 

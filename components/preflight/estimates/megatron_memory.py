@@ -5,8 +5,6 @@ Megatron itself is not imported.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import sub
 
 from transformers import PreTrainedModel
 
@@ -25,6 +23,7 @@ from components.preflight.estimates.activation_memory import (
     RunShape,
     add_by_name,
     head_activations,
+    kept_by_head,
     mask_bytes,
     mlp_activations,
     peak,
@@ -198,7 +197,7 @@ class StageMemory:
         """Yield the bytes, in addition to those between steps, at the moments that can be the peak."""
         if self.holds("L"):
             yield self.during_head()
-        yield self.during_last_layer()
+        yield from self.during_layers()
         if self.holds("E"):
             yield self.during_embedding()
         if self.blocks[0].run.device != "cpu":
@@ -216,20 +215,32 @@ class StageMemory:
                 "activations": self.on_device(self.in_flight, layers=1),
                 "gradients": self.weights.embedding * FP32,
             },
+            *[self.kept_by_head] * self.num_mtp_layers,
         )
 
-    def during_last_layer(self) -> Bytes:
-        """Return the peak bytes of the layers' backward passes, in addition to those between steps.
+    @property
+    def num_mtp_layers(self) -> int:
+        return sum(block.joins for block in self.blocks)
+
+    @property
+    def kept_by_head(self) -> Bytes:
+        return kept_by_head(self.labels, self.hidden * self.size, self.weights.embedding)
+
+    def during_layers(self) -> Iterator[Bytes]:
+        """Yield the bytes of each layer's backward pass, in addition to those between steps.
 
         The gradient of the largest matrix exists besides the permanent fp32 gradient buffer. Activations of
-        later layers of the same micro-batch have been freed.
+        later layers of the same micro-batch have been freed. The head of the last layer and those of earlier
+        MTP layers, which were computed before an MTP layer, are still to come.
         """
-        freed = accumulate((block.saved(self.tokens) for block in reversed(self.blocks)), initial=0)
-        own = (block.backward(self.tokens) for block in reversed(self.blocks))
-        return {
-            "activations": self.on_device(self.in_flight, layers=2) + max(map(sub, own, freed)),
-            "gradients": self.weights.matrix * self.size + self.between_microbatches,
-        }
+        freed, pending = 0, self.num_mtp_layers
+        for block in reversed(self.blocks):
+            own = {
+                "activations": self.on_device(self.in_flight, layers=2) + block.backward(self.tokens) - freed,
+                "gradients": self.weights.matrix * self.size + self.between_microbatches,
+            }
+            yield add_by_name(own, *[self.kept_by_head] * pending)
+            freed, pending = freed + block.saved(self.tokens), max(pending - 1, 0)
 
     def during_embedding(self) -> Bytes:
         """Return the bytes when the gradient of the embedding, one full matrix, is computed.
@@ -409,8 +420,9 @@ def block_activations(
         latent=of.latent,
         masks=workload.rows * masks_of_a_row(layout, workload.length, run),
     )
+    main = len(model.base_model.layers) - mtp.num_mtp_layers(config)
     if not (routed := moe_block_numbers(model)):
-        return [plain] * len(model.base_model.layers)
+        return [replace(plain, joins=n >= main) for n in range(len(model.base_model.layers))]
     # tp ranks have the same tokens and send a part of them each, which etp ranks gather again. The results of
     # experts are not saved, because routing weights multiply the inputs of the last matrix.
     mlp = moe_activations(
@@ -423,7 +435,10 @@ def block_activations(
         inner_kept=3 if layout.fuses_activation(run.device) else 6,
     )
     other = replace(plain, mlp=mlp)
-    return [other if layer in routed else plain for layer in range(len(model.base_model.layers))]
+    return [
+        replace(other if layer in routed else plain, joins=layer >= main)
+        for layer in range(len(model.base_model.layers))
+    ]
 
 
 def attended(layout: Layout, query: int, both: int, repeated: int | None, *, normed: bool) -> int:

@@ -51,6 +51,8 @@ class Candidate:
     shares_prompts: bool
     max_length: int
     """``data.max_length``"""
+    layout_keys: frozenset[str]
+    """Keys of the chosen option of the config group ``parallelism``."""
     cut: int = 1
     """Divisor of ``max_length``; above 1 only in a variation with shorter rows."""
 

@@ -1,12 +1,13 @@
 """Rejection of runs that do not fit in memory, with the cheapest changes that make them fit."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from components.adapters import LoRA
 from components.contracts.errors import ConfigError
+from components.contracts.json_types import Config, Json
 from components.preflight.engine_layouts import memory_savers
 from components.preflight.estimates.step_time import StepWork, step_time, step_work
 from components.preflight.formatting import as_size
@@ -111,6 +112,19 @@ def variations(change: Variation) -> Iterator[Variation]:
         yield next_one
 
 
+def layout_overrides(case: Candidate, keys: Config) -> Json:
+    """Return the overrides that change ``keys`` of the layout; ``case`` has the changed layout.
+
+    ``parallelism=single`` lacks keys of larger layouts; ``parallelism=fsdp2`` has all, with other values.
+    """
+    if keys.keys() <= case.layout_keys:
+        return {f"parallelism.{key}": value for key, value in keys.items()}
+    set_here = {each.name: getattr(case.layout, each.name) for each in fields(case.layout)}
+    changed = {each.name for each in fields(case.layout) if set_here[each.name] != each.default}
+    others = {f"parallelism.{key}": set_here[key] for key in sorted(changed - {"default_dp"})}
+    return {"parallelism": "fsdp2", **others}
+
+
 def candidates(change: Variation) -> Iterator[Variation]:
     case = change.candidate
     for size in case.micro_batches:  # larger ones too: with one per step, gradients are not accumulated
@@ -121,7 +135,7 @@ def candidates(change: Variation) -> Iterator[Variation]:
             relaid = case.with_layout(keys)
         except ConfigError:
             continue
-        yield change.vary(relaid, {f"parallelism.{key}": value for key, value in keys.items()})
+        yield change.vary(relaid, layout_overrides(relaid, keys))
     synced = getattr(case.loss, "sync_reference_every", 0) > 0  # needs a frozen reference and no adapter
     if case.reference == "frozen" and case.loss.kind != "text" and not synced:
         yield change.vary(replace(case, reference="none"), {"stage.reference": "precomputed"})

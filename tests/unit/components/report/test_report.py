@@ -301,6 +301,17 @@ def test_only_losses_of_one_stage_on_the_same_data_are_comparable(tmp_path: Path
     ]
 
 
+def test_losses_with_other_options_of_a_stage_are_not_comparable(tmp_path: Path) -> None:
+    for number, beta in enumerate((0.1, 0.1, 0.3)):
+        run = finished(tmp_path / "x" / str(number), lr=1.0 + number)
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["stage"] |= {"beta": beta, "label_smoothing": 0.0}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    report([str(tmp_path)])
+    groups = [run["group"].partition("targets")[2] for run in Page(tmp_path / "report.html").data["runs"]]
+    assert groups == [", stage.beta=0.1", ", stage.beta=0.1", ", stage.beta=0.3"]
+
+
 def test_a_mean_flops_utilisation_comes_with_its_peak_or_not_at_all(tmp_path: Path) -> None:
     old = finished(tmp_path / "old", lr=1.0, results={"first": {}, "last": {"perf/mfu": 0.5}})
     new = finished(tmp_path / "new", lr=1.0, mfu_peak="the measured matmul peak")

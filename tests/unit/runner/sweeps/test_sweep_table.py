@@ -61,6 +61,22 @@ def test_keys_that_end_alike_keep_their_names() -> None:
     assert lines[0].split()[:3] == ["job", "a.name", "b.name"]
 
 
+@pytest.mark.parametrize("swept", ["stage", "stage.loss", "+stage.beta"])
+def test_losses_of_different_stages_have_no_best(
+    swept: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    create_sweep(tmp_path, ["run.seed=1"])
+    for number, value in enumerate(("a", "b")):
+        words = (f"{swept}={value}", "run.seed=1")
+        SweepJob(tmp_path, number, words).write(JobRecord(number, words, "completed", loss=5.0 - number))
+    assert finish_sweep(tmp_path, 0) == 0
+    out = capsys.readouterr().out
+    assert "no best job: losses of different stages" in out
+    assert "*" not in out
+    assert json.loads((tmp_path / "sweep.json").read_text())["best"] is None
+    assert not (tmp_path / "best.yaml").exists()
+
+
 def test_what_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     create_sweep(tmp_path, ["stage=sft", "run.seed=1,2"])
     began = json.loads((tmp_path / "sweep.json").read_text())
