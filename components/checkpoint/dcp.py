@@ -61,9 +61,8 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = 
     try:
         no_dist = not (together and dist.is_initialized())
         with catch_warnings():
-            filterwarnings(
-                "ignore", "torch.distributed is disabled"
-            )  # that each rank reads by itself is meant
+            # Torch warns that each process reads by itself, as it should here.
+            filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(dict(tensors), storage_reader=CheckpointReader(path), no_dist=no_dist)
     except (OSError, dcp.CheckpointException) as error:
         # The text of a CheckpointException is the tracebacks of all ranks.

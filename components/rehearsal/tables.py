@@ -1,7 +1,7 @@
 """The record of a rehearsal as sections of a report."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from components.contracts.json_types import Config, Json
 from components.preflight.engine_layouts import comm_cost
@@ -74,11 +74,7 @@ def lines(case: Candidate, summary: Config, record: Json) -> dict[str, str]:
 
 def traffic_rows(case: Candidate, found: Sequence[Json]) -> list[Config]:
     """Return calls and bytes of a step by dimension of the mesh, ranks, collective, dtype and moment."""
-    names = {
-        tuple(ranks): label
-        for label, members in reversed(groups(case.layout, case.world_size).items())
-        for ranks in members
-    }
+    names = names_of_ranks(case)
     calls: Counter[tuple[str, ...]] = Counter()
     num_bytes: Counter[tuple[str, ...]] = Counter()
     for row in found:
@@ -98,9 +94,32 @@ def traffic_rows(case: Candidate, found: Sequence[Json]) -> list[Config]:
     ]
 
 
+def names_of_ranks(case: Candidate) -> dict[tuple[int, ...], str]:
+    """Return the dimensions of every group of ranks, of which several may have the same ranks."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for label, members in groups(case.layout, case.world_size).items():
+        for ranks in members:
+            found.setdefault(tuple(ranks), []).append(label)
+    return {ranks: ", ".join(labels) for ranks, labels in found.items()}
+
+
+def dimensions(label: str) -> frozenset[str]:
+    """Return the dimensions under which the traffic of the groups ``label`` is estimated."""
+    return frozenset(name.partition(" x ")[0].removesuffix(" of experts") for name in label.split(", "))
+
+
+def indistinguishable(labels: Iterable[str]) -> list[frozenset[str]]:
+    """Return sets of dimensions that have a group of the same ranks, so that their traffic is one number."""
+    found: list[frozenset[str]] = []
+    for names in map(dimensions, labels):
+        touching = [other for other in found if other & names]
+        found = [other for other in found if not other & names] + [names.union(*touching)]
+    return found
+
+
 def communication_rows(case: Candidate, traffic: Sequence[Config]) -> list[Config]:
     """Return the bytes that a rank sends in a step, recorded and estimated, by dimension of the mesh."""
-    sizes = {label: len(members[0]) for label, members in groups(case.layout, case.world_size).items()}
+    sizes = {label: len(ranks) for ranks, label in names_of_ranks(case).items()}
     work = step_work(case)
     volumes = comm_cost(case.layout, work.size, comm_inputs(case, work)).volumes
     if any(volume.dimension == "all" for volume in volumes):
@@ -114,9 +133,13 @@ def communication_rows(case: Candidate, traffic: Sequence[Config]) -> list[Confi
     estimated: Counter[str] = Counter()
     for volume in volumes:
         estimated[volume.dimension] += round(volume.num_bytes)
-    names = dict.fromkeys([*sent, *estimated])
     return [
-        {"dimension": name, "sent_bytes": sent[name], "estimated_bytes": estimated[name]} for name in names
+        {
+            "dimension": ", ".join(sorted(names)),
+            "sent_bytes": sum(size for label, size in sent.items() if dimensions(label) <= names),
+            "estimated_bytes": sum(estimated[name] for name in names),
+        }
+        for names in indistinguishable([*sent, *estimated])
     ]
 
 

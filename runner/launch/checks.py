@@ -278,6 +278,7 @@ class RunPreparation:
             weight_copies=sum(hook.weight_copies for hook in experiment.hook.values()),
             max_length=experiment.data.max_length,
             shares_prompts=experiment.data.share_prompt,
+            keeps_microbatch=experiment.model.moe.depends_on_microbatches,
             layout_keys=frozenset(map(str, self.config["parallelism"])),
         )
 

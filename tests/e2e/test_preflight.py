@@ -119,6 +119,16 @@ def test_a_plan_can_be_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert told["step"]["seconds"] == pytest.approx(first["seconds"])
 
 
+def test_a_plan_keeps_micro_batches_on_which_the_loss_depends(tmp_path: Path) -> None:
+    batch = ("run.global_batch_size=8", "run.micro_batch_size=2", "run.device=cpu")
+    words = ("model=moe_tiny", *batch, "preflight.mode=plan", "preflight.devices=2")
+    assert call_here(*words, "data.max_length=128", f"run.output_dir={tmp_path}") == 0
+    plans = [row["overrides"].split() for row in forecast(tmp_path)["plan"]]
+    assert {word for plan in plans for word in plan if "micro_batch_size" in word} <= {
+        "run.micro_batch_size=2"
+    }
+
+
 def test_a_plan_on_what_is_here(tmp_path: Path) -> None:
     assert call_here(*SMALL, "preflight.mode=plan", "preflight.devices=4", f"run.output_dir={tmp_path}") == 0
     engines = {row["overrides"].split()[0] for row in forecast(tmp_path)["plan"]}

@@ -112,6 +112,37 @@ MUON = {
     "megatron tp2": ("tp", ["parallelism=tp2"]),
     "megatron dp2": ("dp", ["parallelism=megatron_dp2", "parallelism.distributed_optimizer=true"]),
 }
+ONE_LAYER = ["model=llama3_1b", "model.architecture.num_hidden_layers=1", "data.max_length=2048"]
+OTHER_TRAFFIC = {
+    "weights outside of blocks": (
+        "dp_shard",
+        [
+            *ONE_LAYER,
+            "parallelism=fsdp2",
+            "parallelism.dp=8",
+            "run.micro_batch_size=1",
+            "run.global_batch_size=32",
+        ],
+    ),
+    "repeated heads": ("cp", [*ONE_LAYER, "parallelism=fsdp2", "parallelism.dp=2", "parallelism.cp=16"]),
+    "experts of fsdp2": (
+        "dp_shard, ep",
+        ["model=moe_tiny", "data.max_length=2048", "parallelism=fsdp2_ep2", "run.micro_batch_size=2"],
+    ),
+    "experts of megatron": (
+        "tp",
+        [
+            "model=moe_tiny",
+            "data.max_length=2048",
+            "parallelism=tp2ep2",
+            "parallelism.dp=4",
+            "parallelism.ep=4",
+            "parallelism.sequence_parallel=true",
+            "run.global_batch_size=4",
+            "run.micro_batch_size=1",
+        ],
+    ),
+}
 WITHIN = 0.03
 
 
@@ -154,6 +185,15 @@ def test_the_traffic_of_tensor_parallelism(name: str, tmp_path: Path) -> None:
     (row,) = (row for row in found.sections["communication"] if row["dimension"] == "tp")
     within = 0.05 if "lora" in name else WITHIN
     assert row["estimated_bytes"] == pytest.approx(row["sent_bytes"], rel=within)
+
+
+@pytest.mark.parametrize("name", OTHER_TRAFFIC)
+def test_the_traffic_of_other_layouts(name: str, tmp_path: Path) -> None:
+    """Dimensions that have the same ranks are one row."""
+    dimension, words = OTHER_TRAFFIC[name]
+    found = rehearsed(tmp_path, "run.dtype=bf16", "preflight.steps=1", "stage=pt", *words)
+    (row,) = (row for row in found.sections["communication"] if row["dimension"] == dimension)
+    assert row["estimated_bytes"] == pytest.approx(row["sent_bytes"], rel=WITHIN)
 
 
 @pytest.mark.parametrize("name", MUON)

@@ -4,6 +4,8 @@ For a tensor of ``n`` bytes over ``p`` ranks, a ring all-reduce sends ``2 (p - 1
 all-gather, a reduce-scatter, a broadcast and a pairwise all-to-all send half of that (Thakur et al., 2005).
 """
 
+from math import gcd
+
 from components.preflight.estimates.quantities import CommVolume, ModelSize
 
 FP32 = 4
@@ -19,7 +21,14 @@ def all_reduce_bytes(num_bytes: float, ranks: int) -> float:
 
 
 def tp_volume(
-    size: ModelSize, tp: int, num_bytes: float, *, ends: float, repeated: float, reference: bool
+    size: ModelSize,
+    tp: int,
+    num_bytes: float,
+    *,
+    ends: float,
+    repeated: float,
+    reference: bool,
+    whole_mlps: float = 0,
 ) -> CommVolume:
     """Return the volume of tensor parallelism (Shoeybi et al., 2019) for hidden states of ``num_bytes``.
 
@@ -32,10 +41,12 @@ def tp_volume(
     Args:
         ends: share of the embedding and of the head that a rank holds, 1 without pipelining.
         repeated: mean number of all-gathers or reduce-scatters of a block that the backward pass repeats.
+        whole_mlps: number of blocks whose MLP is not split, and in which only attention communicates.
     """
+    blocks = size.layers - whole_mlps / 2
     # With a frozen embedding, it and the input of the first block need no gradients.
-    calls = size.layers * (8 + repeated) + ends * (4 if size.all_trained else 2)
-    calls += reference * (4 * size.layers + 2 * ends)
+    calls = blocks * (8 + repeated) + ends * (4 if size.all_trained else 2)
+    calls += reference * (4 * blocks + 2 * ends)
     return CommVolume("tp", calls * all_gather_bytes(num_bytes, tp), when="exposed")
 
 
@@ -53,9 +64,10 @@ def ulysses_volume(
     """Return the volume of Ulysses context parallelism (Jacobs et al., 2023).
 
     Ulysses exchanges queries, keys, values and outputs in each forward pass, and their gradients in the
-    backward pass.
+    backward pass. Heads of keys and values are repeated if ``cp`` does not divide their number.
     """
-    width = (2 * size.q_width + 2 * size.kv_width) / tp
+    repeats = cp // gcd(size.kv_heads // tp, cp)
+    width = (2 * size.q_width + 2 * size.kv_width * repeats) / tp
     share = tokens / cp * width * itemsize
     return CommVolume("cp", passes * size.layers * all_gather_bytes(share, cp), when="exposed")
 

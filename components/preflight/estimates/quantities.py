@@ -89,6 +89,9 @@ class ModelSize:
     """Heads x head_dim, the mean of the widths of queries and outputs."""
     kv_width: int
     """Key-value heads x head_dim, the mean of the widths of keys and values."""
+    kv_heads: int
+    outside: int = 0
+    """Number of parameters outside of blocks: embedding, last norm and head."""
     experts: int = 0
     """Number of expert parameters."""
     trained_experts: int = 0
@@ -97,6 +100,7 @@ class ModelSize:
     """Number of MoE layers."""
     top_k: int = 0
     """Number of experts per token and MoE layer."""
+    has_shared_experts: bool = False
     quantized: int = 0
     """Number of 4-bit parameters."""
     quantized_bytes: int = 0

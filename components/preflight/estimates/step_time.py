@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from transformers import PreTrainedModel
+
 from components.engines.fsdp2.float8 import float8_linears
+from components.engines.fsdp2.parallelize import decoder_blocks
 from components.models.attention_shape import attention_shape
 from components.models.experts import moe_blocks, share_of_experts
 from components.models.mtp import num_mtp_layers
@@ -33,7 +36,7 @@ def model_size(case: Candidate) -> ModelSize:
     config, of = case.model.config.get_text_config(), attention_shape(case.model.config)
     counts, found = parameter_counts(case), census(case.model, case.adapter)
     experts, coarse = [p for p in found if p.of_experts], [p for p in found if p.quantized_bytes]
-    layers = len(moe_blocks(case.model))
+    layers, in_blocks = moe_blocks(case.model), prefixes_of_blocks(case.model)
     return ModelSize(
         parameters=counts["total"],
         trained=counts["trainable"],
@@ -41,14 +44,23 @@ def model_size(case: Candidate) -> ModelSize:
         hidden=config.hidden_size,
         q_width=of.number * (of.key + of.value) // 2,
         kv_width=of.shared * (of.key + of.value) // 2,
+        kv_heads=of.shared,
+        outside=sum(p.numel for p in found if not p.name.startswith(in_blocks)),
         experts=sum(p.numel for p in experts),
         trained_experts=sum(p.numel for p in experts if p.trained),
-        num_moe_layers=layers,
+        num_moe_layers=len(layers),
         top_k=config.num_experts_per_tok if layers else 0,
+        has_shared_experts=any(hasattr(block, "shared_experts") for block in layers.values()),
         quantized=sum(p.numel for p in coarse),
         quantized_bytes=sum(p.quantized_bytes for p in coarse),
         float8=sum(linear.weight.numel() for linear in float8_linears(case.model).values()) * case.float8,
     )
+
+
+def prefixes_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the beginnings of the names of all parameters in decoder blocks."""
+    blocks = {id(block) for block in decoder_blocks(model)}
+    return tuple(f"{name}." for name, module in model.named_modules() if id(module) in blocks)
 
 
 @dataclass(frozen=True)

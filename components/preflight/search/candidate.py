@@ -51,6 +51,8 @@ class Candidate:
     shares_prompts: bool
     max_length: int
     """``data.max_length``"""
+    keeps_microbatch: bool
+    """Whether the loss depends on the size of micro-batches, so that no other is advised."""
     layout_keys: frozenset[str]
     """Keys of the chosen option of the config group ``parallelism``."""
     cut: int = 1
@@ -104,10 +106,13 @@ class Candidate:
     def micro_batches(self) -> list[int]:
         """Possible micro-batch sizes: divisors, up to 16, of the number of rows of a data-parallel rank.
 
-        There are none if the data-parallel ranks cannot split the global batch evenly.
+        There are none if the data-parallel ranks cannot split the global batch evenly. If the loss depends
+        on the size, only the given one is possible.
         """
         share, rest = divmod(self.data.global_batch_size, self.dp_size)
-        return [] if rest else [size for size in divisors(share) if size <= 16]
+        sizes = [] if rest else [size for size in divisors(share) if size <= 16]
+        given = self.micro_batch_size
+        return sizes if not self.keeps_microbatch else [given] if not rest and share % given == 0 else []
 
     def with_largest_microbatch(self) -> Self:
         """Return a copy with the most rows per micro-batch that fit, or with one row if none fit."""

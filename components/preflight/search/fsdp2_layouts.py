@@ -45,7 +45,11 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     recomputed = recomputed_share(how, first, [size.layers])
     passes = passes_through_blocks(recomputed, reference=step.reference)
     reductions = step.num_microbatches if layout.reduce_gradients == "every" else 1
-    gathers = (2 * step.num_microbatches if layout.reshard_after_forward else 1) + step.reference
+    # The weights outside of blocks are kept from the forward pass to the backward pass.
+    kept, number = size.outside / layout.tp, step.num_microbatches
+    gathers, kept_gathers = (
+        (times if layout.reshard_after_forward else 1) + step.reference for times in (2 * number, number)
+    )
 
     def spread(whole: float, experts: float) -> float:
         """Return the elements sent to gather ``whole``, of which ``experts`` are also split over ep ranks."""
@@ -53,10 +57,11 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
             experts / layout.ep, shards // layout.ep
         )
 
-    gathered = spread(held, experts) * itemsize + all_gather_bytes(size.quantized_bytes, shards)
+    gathered = spread(held - kept, experts) * itemsize + all_gather_bytes(size.quantized_bytes, shards)
     if layout.fp8_all_gather:
         gathered -= all_gather_bytes(size.float8 * (itemsize - 1), shards)
-    weights = gathers * gathered + reductions * spread(trained, taught) * FP32
+    weights = gathers * gathered + kept_gathers * all_gather_bytes(kept, shards) * itemsize
+    weights += reductions * spread(trained, taught) * FP32
     sent = [CommVolume("dp_shard", weights, when="overlapped")]
     if layout.dp_replicate > 1:
         copies = reductions * all_reduce_bytes(trained / shards * FP32, layout.dp_replicate)
@@ -74,7 +79,8 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     if step.whole_weights:
         sent += (v for v in whole_updates(layout, size, shards) if v.num_bytes)
     if layout.cpu_offload:
-        shard = (gathers * (held * itemsize + size.quantized_bytes) + reductions * trained * FP32) / shards
+        loaded = gathers * ((held - kept) * itemsize + size.quantized_bytes) + kept_gathers * kept * itemsize
+        shard = (loaded + reductions * trained * FP32) / shards
         sent.append(CommVolume("host", shard, when="overlapped"))
     return StepCost(sent, 0.0, recomputed, recomputes_attention=how == "selective")
 

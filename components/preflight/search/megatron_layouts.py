@@ -56,7 +56,12 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
         hidden = own * size.hidden * itemsize
         # With sequence parallelism, gradients of weights need the gathered inputs again.
         again = 4 * recomputed + 2 * (layout.sequence_parallel and size.all_trained)
-        sent.append(tp_volume(stage, tp, hidden, ends=1 / pp, repeated=again, reference=step.reference))
+        whole = 0 if size.has_shared_experts or layout.etp > 1 else stage.num_moe_layers
+        sent.append(
+            tp_volume(
+                stage, tp, hidden, ends=1 / pp, repeated=again, reference=step.reference, whole_mlps=whole
+            )
+        )
     if layout.ep > 1:
         # Each tp rank sends its part of the shared tokens, and etp ranks gather the parts again.
         passed, span = own * layout.etp / tp, layout.ep * layout.etp

@@ -14,7 +14,8 @@ def groups(layout: EngineLayout, world_size: int) -> dict[str, list[list[int]]]:
     """Return the groups of each dimension with more than one rank, as lists of global ranks.
 
     ``dp x cp`` and ``dp_shard x cp`` are the ranks that reduce gradients and shard parameters if sequences
-    are split. ``ep`` and ``etp`` group the same ranks by the experts that they hold.
+    are split. ``ep`` and ``etp`` group the same ranks by the experts that they hold, and ``dp of experts`` or
+    ``dp_shard of experts`` are those that reduce the gradients of the same experts.
     """
     mesh = mesh_info(layout, world_size)
     dims: Mapping[str, int] = mesh["dims"]
@@ -25,6 +26,8 @@ def groups(layout: EngineLayout, world_size: int) -> dict[str, list[list[int]]]:
     found = {label: along(mesh, members) for label, members in wanted.items()}
     if experts := mesh.get("experts"):
         found |= {name: along(experts, (name,)) for name in ("ep", "etp") if name in experts["dims"]}
+        data = next(name for name in ("dp", "dp_shard") if name in experts["dims"])
+        found[f"{data} of experts"] = along(experts, (data,))
     return {label: members for label, members in found.items() if len(members[0]) > 1}
 
 

@@ -34,7 +34,7 @@ from tests.e2e.commands import SMALL
 
 GIGA = 1e9
 DEVICE = Device("test", "cuda", 2**30, True, 1e12, 0.5, link=100 * GIGA, network=10 * GIGA, per_node=8)
-SIZE = ModelSize(parameters=1000, trained=800, layers=6, hidden=64, q_width=64, kv_width=32)
+SIZE = ModelSize(parameters=1000, trained=800, layers=6, hidden=64, q_width=64, kv_width=32, kv_heads=4)
 WORK = StepWork(SIZE, 4, 480, 400, 512, flops=3e12, forward=1e12, attention=1e11)
 
 

@@ -192,6 +192,7 @@ SIZE = ModelSize(
     hidden=64,
     q_width=64,
     kv_width=32,
+    kv_heads=2,
     experts=800,
     trained_experts=800,
     num_moe_layers=4,

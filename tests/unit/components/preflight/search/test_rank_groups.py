@@ -23,6 +23,13 @@ def test_ranks_that_split_sequences_share_weights_too() -> None:
     assert found["dp_shard x cp"][0] == [0, 2, 4, 6]
 
 
+def test_ranks_with_the_same_experts() -> None:
+    found = groups(megatron(tp=2, dp=4, ep=2), 8)
+    assert found["ep"][0] == [0, 1]
+    assert found["dp of experts"][0] == [0, 2, 4, 6]
+    assert groups(fsdp2(4, ep=2), 4)["dp_shard of experts"] == [[0, 2], [1, 3]]
+
+
 def test_groups_in_words() -> None:
     lines = group_lines(megatron(tp=8, pp=4, dp=16), 512)
     assert lines == [
