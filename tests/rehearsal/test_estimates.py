@@ -67,6 +67,8 @@ LARGE = {
         "parallelism=fsdp2",
         "parallelism.dp=16",
         "model.mtp.num_layers=2",
+        "run.micro_batch_size=8",
+        "run.global_batch_size=128",
     ],
     "1b predicting later tokens with megatron": [
         *FOUR_LAYERS,
