@@ -83,7 +83,10 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
     if "hook" in given:
         trained = replace(trained, kind=f"hook/{given['hook']}")
         if not any(key.startswith(f"{trained.kind}/") for key in saved_keys(trained.checkpoint)):
-            raise ConfigError(f"hook: {trained.checkpoint} holds no average of a hook {given['hook']}.")
+            raise ConfigError(
+                f"hook: {trained.checkpoint} holds no average of a hook {given['hook']}; give a hook of its "
+                "run, such as ema, or leave it out."
+            )
     dtype = DTYPES[given["dtype"]] if "dtype" in given else None
     if trained.adapter is None:
         if merge:

@@ -44,7 +44,9 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
-def test_an_average_of_weights_continues_on_other_layouts(tmp_path: Path, adapted: bool) -> None:
+def test_an_average_of_weights_continues_on_other_layouts(
+    tmp_path: Path, adapted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A run on one rank, resumed with Megatron's distributed optimizer, then with tensor parallelism."""
     decay, adapter = 0.6, ("adapter=lora", "adapter.r=4") if adapted else ()
     options = (*RUN, *EVERY, *adapter, "hook=[ema]", f"hook.ema.decay={decay}")
@@ -61,6 +63,12 @@ def test_an_average_of_weights_continues_on_other_layouts(tmp_path: Path, adapte
     with mock.patch("sys.argv", ["runner.export", *words]), pytest.raises(SystemExit, match="0"):
         export.main()
     assert equal(load_file(earlier / weights), found)
+    other = (*words[:1], "hook=gradient_stats", f"output={tmp_path / 'none'}")
+    with mock.patch("sys.argv", ["runner.export", *other]), pytest.raises(SystemExit, match="2"):
+        export.main()
+    assert "holds no average of a hook gradient_stats; give a hook of its run" in " ".join(
+        capsys.readouterr().err.split()
+    )
     parts = run_here(tmp_path / "parts", *options, "run.max_steps=2")
     for layout, steps in (
         (("parallelism=megatron_dp2", "parallelism.distributed_optimizer=true"), 4),

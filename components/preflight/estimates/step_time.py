@@ -50,7 +50,9 @@ def model_size(case: Candidate) -> ModelSize:
         trained_experts=sum(p.numel for p in experts if p.trained),
         num_moe_layers=len(layers),
         top_k=config.num_experts_per_tok if layers else 0,
-        has_shared_experts=any(hasattr(block, "shared_experts") for block in layers.values()),
+        has_shared_experts=any(
+            getattr(block, "shared_experts", None) is not None for block in layers.values()
+        ),
         quantized=sum(p.numel for p in coarse),
         quantized_bytes=sum(p.quantized_bytes for p in coarse),
         float8=sum(linear.weight.numel() for linear in float8_linears(case.model).values()) * case.float8,

@@ -110,9 +110,10 @@ class Candidate:
         on the size, only the given one is possible.
         """
         share, rest = divmod(self.data.global_batch_size, self.dp_size)
-        sizes = [] if rest else [size for size in divisors(share) if size <= 16]
-        given = self.micro_batch_size
-        return sizes if not self.keeps_microbatch else [given] if not rest and share % given == 0 else []
+        sizes = [] if rest else divisors(share)
+        if self.keeps_microbatch:
+            return [size for size in sizes if size == self.micro_batch_size]
+        return [size for size in sizes if size <= 16]
 
     def with_largest_microbatch(self) -> Self:
         """Return a copy with the most rows per micro-batch that fit, or with one row if none fit."""
