@@ -339,6 +339,11 @@ def check_scalar_head(scalar_head: bool, hooks: Mapping[str, Hook]) -> None:
             raise ConfigError(f"hook.{name}: a reward model completes no prompts; leave it out.")
 
 
+def may_request_evaluations(hooks: Mapping[str, Hook]) -> bool:
+    """Return whether a hook may request evaluations; those of this program do not."""
+    return any(not type(hook).__module__.startswith("components.hooks") for hook in hooks.values())
+
+
 def check_evaluating_hooks(hooks: Mapping[str, Hook], *, evaluates: bool) -> None:
     """Raise ConfigError if a hook acts after evaluations, and the run has none."""
     for name, hook in hooks.items():

@@ -145,7 +145,9 @@ class RunPage:
 
     @property
     def stage_options(self) -> Json:
-        return {key: value for key, value in self.config.items() if key.startswith("stage.")}
+        """Options of the stage, without ``stage.reference``: all its sources give the same loss."""
+        found = {key: value for key, value in self.config.items() if key.startswith("stage.")}
+        return {key: value for key, value in found.items() if key != "stage.reference"}
 
     @property
     def steps(self) -> float | None:

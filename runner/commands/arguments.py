@@ -77,6 +77,6 @@ def whole_number(given: Mapping[str, str], key: str, default: int, *, least: int
         ConfigError: if the value is not an integer, or is below ``least``.
     """
     value = number(given, key, default, least=least)
-    if value != int(value) or value >= 2**63:
-        raise ConfigError(f"{key}: must be a whole number below 2^63, got {given[key]}.")
+    if value != int(value) or value >= 2**53:
+        raise ConfigError(f"{key}: must be a whole number below 2^53, got {given[key]}.")
     return int(value)

@@ -6,8 +6,8 @@ trust=[MODULE]  modules whose classes the options of the run may name, besides t
 KEY=VALUE       any option of ``python -m runner``: data.eval=FILE, parallelism=tp2pp2, run.name=NAME
 
 A checkpoint is evaluated by the experiment of its run, changed by the options: on the same layout, the result
-is the run's own to the last bit. The loss, the perplexity and the metrics of the stage are printed and
-written to run.json and the metrics of a new run folder.
+is the run's own to the last bit. The loss, its perplexity if it is a mean over tokens, and the metrics of the
+stage are printed and written to run.json and the metrics of a new run folder.
 """
 
 import re
@@ -56,7 +56,8 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
     else:
         known = recorded(folder)
         check_code(known, arguments)
-    if stage_of([*known, *given]) != stage_of(known):  # the options of the run's stage do not apply
+    # The options of another stage do not apply. An experiment may select a stage by itself.
+    if stage_of([*known, *given]) != stage_of(known) and "experiment" not in map(name_of, known):
         known = [word for word in known if not name_of(word).startswith("stage.")]
     if {"data.eval", "data"} & {*map(name_of, given)} == {"data.eval"} and "data=llamafactory" in known:
         known = [word for word in known if word != "data=llamafactory" and name_of(word) not in _DATASETS]

@@ -35,7 +35,7 @@ class RunConfig:
     loss_scale: LossScaling
     device: Literal["auto", DeviceKind]
     log_every: float
-    """Number of steps, or, if below 1, a share of the run."""
+    """Number of steps, or, if below 1, a share of the run; the last step is logged, too. 0 means never."""
     eval_every: float
     """Number of steps, or, if below 1, a share of the run."""
     eval_every_epochs: int
@@ -99,10 +99,9 @@ class RunConfig:
             )
 
     @property
-    def is_evaluated(self) -> bool:
-        """Whether a run with evaluation data evaluates without being asked by a hook."""
-        due = self.eval_every or self.eval_every_epochs or self.eval_at_end or self.eval_on_start
-        return bool(due or self.evaluate_only)
+    def evaluates_steps(self) -> bool:
+        """Whether evaluations are due after steps, if there is data for them."""
+        return bool(self.eval_every or self.eval_every_epochs or self.eval_at_end)
 
     @property
     def rows_per_microbatch(self) -> int:
@@ -220,9 +219,11 @@ def every(cadence: float, step: int, last: int) -> bool:
 
     A cadence below 1 is a share of ``last``, the number of steps; 0 means never.
     """
+    if not cadence:
+        return False
     # Rounded, because 0.07 * 100 is slightly more than 7 in floating point.
-    steps = math.ceil(round(cadence * last, 6)) if cadence < 1 else int(cadence)
-    return steps > 0 and step % steps == 0
+    steps = int(cadence) if cadence >= 1 else max(math.ceil(round(cadence * last, 6)), 1)
+    return step % steps == 0
 
 
 def watched_metric(

@@ -205,7 +205,8 @@ class RunPreparation:
             check_watched_set(metric, experiment.stage, data.eval, key)
         for name in ("eval_every", "eval_every_epochs", "eval_on_start"):
             checks.check_evaluation(name, getattr(run, name), bool(data.eval))
-        checks.check_evaluating_hooks(experiment.hook, evaluates=bool(data.eval) and run.is_evaluated)
+        due = run.evaluates_steps or checks.may_request_evaluations(experiment.hook)
+        checks.check_evaluating_hooks(experiment.hook, evaluates=bool(data.eval) and due)
         left, profiler = data.num_steps - checks.steps_done(resume), experiment.profiler
         if profiler.enabled:
             checks.check_profiled_ranks(profiler.ranks, self.world_size)

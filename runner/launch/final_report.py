@@ -76,7 +76,7 @@ def evaluation_facts(results: Results, stage: Loss) -> dict[str, str]:
     found["eval/loss"] = results.final_loss()
     if stage.kind in ("text", "chat") and getattr(stage, "normalize", "token") == "token":
         loss = found["eval/loss"]
-        found["eval/perplexity"] = math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
+        found["eval/perplexity"] = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
     return {f"{key} ": f"{value:.6g}" for key, value in sorted(found.items())}
 
 

@@ -7,6 +7,7 @@ from operator import getitem
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
+from components.preflight.checks import may_request_evaluations
 from runner.config.instantiate import Experiment
 from runner.config.sources import ConfigSources
 from runner.launch.slurm_env import MAX_REQUEUES
@@ -43,8 +44,13 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
         "run.dtype=fp16",
     ),
     (
-        "data.eval data.eval_fraction",
-        lambda e: e.run.is_evaluated or e.hook,
+        "data.eval data.eval_dataset",
+        lambda e: (
+            e.run.evaluates_steps
+            or e.run.eval_on_start
+            or e.run.evaluate_only
+            or may_request_evaluations(e.hook)
+        ),
         "run.eval_at_end=true",
     ),
     ("preflight.rank", lambda e: e.preflight.mode == "rehearse", "preflight.mode=rehearse"),

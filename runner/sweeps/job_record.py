@@ -90,9 +90,16 @@ def varied_overrides(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
 
 
 def are_comparable(records: Sequence[JobRecord]) -> bool:
-    """Return whether the losses of the jobs are of the same stage with the same options."""
-    keys = [word.lstrip("+").partition("=")[0] for words in varied_overrides(records) for word in words]
-    return not any(key.partition(".")[0] == "stage" for key in keys)
+    """Return whether the losses of the jobs are of the same stage with the same options.
+
+    ``stage.reference`` does not matter, because all sources of a reference give the same log-probabilities.
+    """
+    stages = set()
+    for record in (record for record in records if record.loss is not None):
+        options = dict(word.lstrip("+").partition("=")[::2] for word in record.overrides)
+        own = {key: value for key, value in options.items() if key.partition(".")[0] == "stage"}
+        stages.add(frozenset((key, value) for key, value in own.items() if key != "stage.reference"))
+    return len(stages) < 2
 
 
 def best(records: Sequence[JobRecord]) -> JobRecord | None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from components.checkpoint.folder import step_folder
 from components.contracts.data import BatchStats
 from components.contracts.engine import StepResult
 from components.contracts.errors import NonRetryableError
@@ -43,13 +44,9 @@ class BestMetric(Hook):
         return self.state.best_of == f"{self.watched.mode} {self.watched.name}"
 
     def _say_where_the_best_is(self, checkpoints: Path) -> None:
-        if self._watches_as_before() and self.state.best_step is not None:
-            log.info(
-                "the best %s so far is that of step %d in %s",
-                self.watched.name,
-                self.state.best_step,
-                checkpoints,
-            )
+        step = self.state.best_step
+        if self._watches_as_before() and step is not None and step_folder(checkpoints, step).is_dir():
+            log.info("the best %s so far is that of step %d in %s", self.watched.name, step, checkpoints)
 
     def _stop_if_exhausted(self, run: HookRun) -> None:
         state = self.state

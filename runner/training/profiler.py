@@ -55,8 +55,8 @@ class Profiler:
     def finish(self, last: int) -> None:
         """Stop the recording, if it is running, and write it; ``last`` is the number of its last step.
 
-        A run may end before the last of ``profiler.steps``, and one that is resumed before the first. A
-        recording that is not stopped can crash the process at exit.
+        A run may end before the last of ``profiler.steps``; a resumed one may even end before the first, and
+        nothing is recorded. A recording that is not stopped can crash the process at exit.
         """
         if self.recorder is None:
             return

@@ -74,7 +74,7 @@ class TrainState:
             self.loss_mean = before + (loss - before) / 10
 
     def interval_mean(self) -> float:
-        """Return the mean of the finite losses since the last row of metrics, or NaN if there are none."""
+        """Return the mean of the finite losses since the last logged interval ended, or NaN."""
         return self.interval_loss / self.interval_steps if self.interval_steps else math.nan
 
     def begin_interval(self) -> None:

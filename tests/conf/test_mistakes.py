@@ -596,6 +596,15 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["hook=[samples]", "hook.samples.prompts={tmp}/text.jsonl", "run.eval_at_end=false"],
         ["hook.samples", "acts after evaluations", "run.eval_every"],
     ),
+    "samples of a first evaluation": (
+        [
+            "hook=[samples]",
+            "hook.samples.prompts={tmp}/text.jsonl",
+            "run.eval_at_end=false",
+            "run.eval_on_start=true",
+        ],
+        ["hook.samples", "acts after evaluations", "run.eval_every"],
+    ),
     "samples without evaluation data": (
         [
             "hook=[samples]",

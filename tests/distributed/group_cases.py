@@ -30,6 +30,8 @@ def fsdp2_groups(engine: FSDP2Engine) -> dict[str, list[int]]:
     for experts in grouped_experts(engine.scorer.lm).values():
         assert experts.ep is not None
         found["ep"] = dist.get_process_group_ranks(experts.ep)
+        mesh = next(w for name, w in engine.weights.items() if ".experts." in name).device_mesh  # type: ignore[attr-defined]
+        found["dp_shard of experts"] = dist.get_process_group_ranks(mesh.get_group("dp_shard"))
     return found
 
 
@@ -47,4 +49,5 @@ def megatron_groups(on: Any) -> dict[str, list[int]]:
     if on.ep > 1:
         found["ep"] = parallel_state.get_expert_model_parallel_group()
         found["etp"] = parallel_state.get_expert_tensor_parallel_group()
+        found["dp of experts"] = parallel_state.get_expert_data_parallel_group()
     return {name: dist.get_process_group_ranks(group) for name, group in found.items()}

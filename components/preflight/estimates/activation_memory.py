@@ -164,9 +164,10 @@ def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape, *
     """Return the bytes for log-probabilities of ``labels`` positions over ``vocabulary`` rows of the head.
 
     The logits of only one chunk exist at a time: on a CUDA GPU in ``run.dtype``; elsewhere in fp32, with a
-    copy in ``run.dtype`` if this is lower (a CPU with a whole vocabulary needs only this copy). In a lower
-    dtype, the gradient of a ``trained`` head from one chunk is a matrix of its own, which is added to the
-    fp32 sum. Rows of the hidden state are copied and have a gradient.
+    copy in ``run.dtype`` if this is lower. This is an upper bound on a CPU whose vocabulary is not split,
+    where fp32 logits exist only for a small block. In a lower dtype, the gradient of a ``trained`` head from
+    one chunk is a matrix of its own, which is added to the fp32 sum. Rows of the hidden state are copied and
+    have a gradient.
     """
     fused = run.device == "cuda"
     logits_dtype = run.dtype if fused else torch.float32

@@ -8,6 +8,7 @@ import torch
 from components.adapters import LoRA
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
+from components.engines.fsdp2 import FSDP2
 from components.preflight.engine_layouts import memory_savers
 from components.preflight.estimates.step_time import StepWork, step_time, step_work
 from components.preflight.formatting import as_size
@@ -115,14 +116,15 @@ def variations(change: Variation) -> Iterator[Variation]:
 def layout_overrides(case: Candidate, keys: Config) -> Json:
     """Return the overrides that change ``keys`` of the layout; ``case`` has the changed layout.
 
-    ``parallelism=single`` lacks keys of larger layouts; ``parallelism=fsdp2`` has all, with other values.
+    An option such as ``parallelism=single`` lacks keys of larger layouts. Then the option with all keys of
+    the engine is chosen, and every key is given that differs from its default there.
     """
     if keys.keys() <= case.layout_keys:
         return {f"parallelism.{key}": value for key, value in keys.items()}
     set_here = {each.name: getattr(case.layout, each.name) for each in fields(case.layout)}
     changed = {each.name for each in fields(case.layout) if set_here[each.name] != each.default}
     others = {f"parallelism.{key}": set_here[key] for key in sorted(changed - {"default_dp"})}
-    return {"parallelism": "fsdp2", **others}
+    return {"parallelism": "fsdp2" if isinstance(case.layout, FSDP2) else "megatron", **others}
 
 
 def candidates(change: Variation) -> Iterator[Variation]:

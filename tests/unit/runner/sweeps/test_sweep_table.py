@@ -77,6 +77,17 @@ def test_losses_of_different_stages_have_no_best(
     assert not (tmp_path / "best.yaml").exists()
 
 
+@pytest.mark.parametrize("words", [("stage=dpo",), ("stage=dpo", "stage.reference=frozen")])
+def test_a_sweep_of_one_stage_has_a_best_job(words: tuple[str, ...], tmp_path: Path) -> None:
+    """With one readable record, too."""
+    create_sweep(tmp_path, ["stage=dpo"])
+    SweepJob(tmp_path, 0, words).write(JobRecord(0, words, "completed", loss=5.0))
+    SweepJob(tmp_path, 1, ("stage=dpo",)).write(JobRecord(1, ("stage=dpo",), "completed", loss=4.0))
+    (tmp_path / "jobs" / "2.json").write_text("{")
+    finish_sweep(tmp_path, 0)
+    assert json.loads((tmp_path / "sweep.json").read_text())["best"] == 1
+
+
 def test_what_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     create_sweep(tmp_path, ["stage=sft", "run.seed=1,2"])
     began = json.loads((tmp_path / "sweep.json").read_text())

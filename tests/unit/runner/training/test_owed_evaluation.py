@@ -37,6 +37,11 @@ def test_its_checkpoint_learns_that_it_is_the_best(tmp_path: Path, monkeypatch: 
     assert TrainState.read(step_folder(tmp_path / "checkpoints", 3)) == state
 
 
+@pytest.mark.parametrize(("cadence", "first"), [(0.07, 7), (0.071, 8), (1e-9, 1), (3, 3), (0, 0)])
+def test_a_cadence_may_be_a_share_of_the_run(cadence: float, first: int) -> None:
+    assert next((step for step in range(1, 101) if loop.every(cadence, step, 100)), 0) == first
+
+
 @pytest.mark.parametrize(("steps", "every"), [([2, 3, 4, 5, 6], 1), ([3, 5, 6], 2), ([5], 4), ([], 0)])
 def test_a_step_may_be_longer_than_an_epoch(steps: list[int], every: int) -> None:
     """It completes the epoch of the cadence also if it ends in a later one."""
