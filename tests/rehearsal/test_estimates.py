@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rehearsal.rehearsed import GIB, rehearsed
+from tests.rehearsal.rehearsed import GIB, Rehearsed, rehearsed
 
 ROW = ["run.dtype=bf16", "data.max_length=2048"]
 EIGHT = ["model.architecture.num_hidden_layers=8"]
@@ -180,13 +180,16 @@ def test_offloaded_activations_are_not_on_the_gpu(name: str, tmp_path: Path) -> 
     assert offloaded.waits_inside() == kept.waits_inside()
 
 
+def check_traffic(found: Rehearsed, dimension: str, within: float = WITHIN) -> None:
+    (row,) = (row for row in found.sections["communication"] if row["dimension"] == dimension)
+    assert row["estimated_bytes"] == pytest.approx(row["sent_bytes"], rel=within)
+
+
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
 def test_the_traffic_of_tensor_parallelism(name: str, tmp_path: Path) -> None:
     """An adapter also exchanges its own inputs and gradients, which the estimate leaves out."""
     found = rehearsed(tmp_path, "run.dtype=bf16", "preflight.steps=1", *TENSOR_PARALLEL[name])
-    (row,) = (row for row in found.sections["communication"] if row["dimension"] == "tp")
-    within = 0.05 if "lora" in name else WITHIN
-    assert row["estimated_bytes"] == pytest.approx(row["sent_bytes"], rel=within)
+    check_traffic(found, "tp", within=0.05 if "lora" in name else WITHIN)
 
 
 @pytest.mark.parametrize("name", OTHER_TRAFFIC)
@@ -194,8 +197,7 @@ def test_the_traffic_of_other_layouts(name: str, tmp_path: Path) -> None:
     """Dimensions that have the same ranks are one row."""
     dimension, words = OTHER_TRAFFIC[name]
     found = rehearsed(tmp_path, "run.dtype=bf16", "preflight.steps=1", "stage=pt", *words)
-    (row,) = (row for row in found.sections["communication"] if row["dimension"] == dimension)
-    assert row["estimated_bytes"] == pytest.approx(row["sent_bytes"], rel=WITHIN)
+    check_traffic(found, dimension)
 
 
 @pytest.mark.parametrize("name", MUON)
@@ -203,8 +205,7 @@ def test_the_traffic_of_owners(name: str, tmp_path: Path) -> None:
     """Gradients that are gathered and weights that are sent; without them the estimate is 25% or more off."""
     dimension, layout = MUON[name]
     found = rehearsed(tmp_path, "run.dtype=bf16", "preflight.steps=1", "optimizer=muon", *layout)
-    (row,) = (row for row in found.sections["communication"] if row["dimension"] == dimension)
-    assert row["estimated_bytes"] == pytest.approx(row["sent_bytes"], rel=WITHIN)
+    check_traffic(found, dimension)
 
 
 def test_kept_weights_are_gathered_once_for_all_micro_batches(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def unnamed(record: Mapping[str, object], options: RecordOptions) -> list[str]:
     of_messages = {ours: theirs for ours, theirs in options.columns.items() if ours in MESSAGE_KEYS}
     of_record = {ours: theirs for ours, theirs in options.columns.items() if ours not in MESSAGE_KEYS}
     found = list(_displaced(record, of_record))
-    other = {options.columns.get(name, name) for name in _NOT_MESSAGES}
+    not_messages = {options.columns.get(name, name) for name in _NOT_MESSAGES}
     for name, value in record.items():
-        if name in other:
+        if name in not_messages:
             continue
         turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
         keys = dict.fromkeys(key for turn in turns for key in _displaced(turn, of_messages))

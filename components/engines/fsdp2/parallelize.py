@@ -314,6 +314,12 @@ def apply_offloading(lm: PreTrainedModel, device: torch.device) -> ActivationOff
     return offloading
 
 
+def block_prefixes(lm: PreTrainedModel) -> list[str]:
+    """Return, for each of the ``decoder_blocks``, the beginning of the names of its parameters."""
+    names = {id(module): f"{name}." for name, module in lm.named_modules()}
+    return [names[id(block)] for block in decoder_blocks(lm)]
+
+
 def decoder_blocks(lm: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder blocks, by transformers' own list of classes (``_no_split_modules``).
 

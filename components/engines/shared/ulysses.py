@@ -30,11 +30,16 @@ def seq_to_heads(
     """
     cp = group.size()
     assert query.shape[heads] % cp == 0, f"{query.shape[heads]} heads a rank do not divide by cp {cp}"
-    repeats = cp // math.gcd(key.shape[heads], cp)
+    repeats = head_repeats(key.shape[heads], cp)
     if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, heads) for tensor in (key, value))
     traded: tuple[Tensor, ...] = HeadSeqAllToAll.apply(group, heads, positions, query, key, value)
     return traded
+
+
+def head_repeats(heads: int, cp: int) -> int:
+    """Return how often each of a rank's ``heads`` of keys and values is repeated, so that cp divides them."""
+    return cp // math.gcd(heads, cp)
 
 
 def heads_to_seq(out: Tensor, group: dist.ProcessGroup, *, heads: int, positions: int) -> Tensor:

@@ -4,8 +4,7 @@ For a tensor of ``n`` bytes over ``p`` ranks, a ring all-reduce sends ``2 (p - 1
 all-gather, a reduce-scatter, a broadcast and a pairwise all-to-all send half of that (Thakur et al., 2005).
 """
 
-from math import gcd
-
+from components.engines.shared.ulysses import head_repeats
 from components.preflight.estimates.quantities import CommVolume, ModelSize
 
 FP32 = 4
@@ -66,7 +65,7 @@ def ulysses_volume(
     Ulysses exchanges queries, keys, values and outputs in each forward pass, and their gradients in the
     backward pass. Heads of keys and values are repeated if ``cp`` does not divide their number.
     """
-    repeats = cp // gcd(size.kv_heads // tp, cp)
+    repeats = head_repeats(size.kv_heads // tp, cp)
     width = (2 * size.q_width + 2 * size.kv_width * repeats) / tp
     share = tokens / cp * width * itemsize
     return CommVolume("cp", passes * size.layers * all_gather_bytes(share, cp), when="exposed")

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd
 
 from transformers import PreTrainedModel
 
@@ -11,8 +10,9 @@ from components.adapters import LoRA
 from components.adapters.lora_config import MAGNITUDE, A
 from components.engines.fsdp2.float8 import float8_linears
 from components.engines.fsdp2.layout import FSDP2Layout
-from components.engines.fsdp2.parallelize import decoder_blocks
+from components.engines.fsdp2.parallelize import block_prefixes, decoder_blocks
 from components.engines.shared.microbatch_merging import MAX_TOKENS, largest_number
+from components.engines.shared.ulysses import head_repeats
 from components.models.attention_shape import attention_shape
 from components.models.mtp import num_mtp_layers
 from components.models.nf4 import BLOCK
@@ -131,7 +131,6 @@ def memory(
         offloads_activations=layout.activation_offloading and step.device != "cpu",
         tokens=tokens,
         labels=min(step.microbatch.labels, tokens),
-        num_mtp_layers=num_mtp_layers(model.config),
         rounded_width=max((max(linear.weight.shape) for linear in linears.values()), default=0),
         rounded_weight=max((linear.weight.numel() for linear in linears.values()), default=0),
     )
@@ -190,8 +189,6 @@ class StepMemory:
     """Number of tokens of a micro-batch on this rank."""
     labels: int
     """Maximum number of labels on this rank: a cp rank may have the end of every sequence."""
-    num_mtp_layers: int = 0
-    """Number of the last blocks that predict a later token each, with the head once more."""
     rounded_width: int = 0
     """Largest number of channels that are rounded to float8 at once. 0 means that none are."""
     rounded_weight: int = 0
@@ -238,6 +235,11 @@ class StepMemory:
             "gradients": gradients,
         }
         return add_by_name(head, own, *[self.kept_by_head] * self.num_mtp_layers)
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Number of the last blocks, which predict a later token each, with the head once more."""
+        return sum(block.joins for block in self.blocks)
 
     @property
     def kept_by_head(self) -> Bytes:
@@ -388,13 +390,11 @@ def count_parameters(
 
     Weights of layers ``in_float8`` are gathered in float8.
     """
-    every = decoder_blocks(model)
-    names = {id(module): f"{name}." for name, module in model.named_modules()}
-    numbers = {names[id(block)]: number for number, block in enumerate(every)}
-    found: list[list[Parameter]] = [[] for _ in range(len(every) + 1)]
+    prefixes = block_prefixes(model)
+    found: list[list[Parameter]] = [[] for _ in range(len(prefixes) + 1)]
     for parameter in parameters(model, Cuts(layout.tp, layout.ep, layout.tp), adapter):
-        inside = (number for name, number in numbers.items() if parameter.name.startswith(name))
-        found[next(inside, len(every))].append(parameter)
+        inside = (number for number, prefix in enumerate(prefixes) if parameter.name.startswith(prefix))
+        found[next(inside, len(prefixes))].append(parameter)
     *inner, root = (
         replace(count_block(each, layout.ep, in_float8), gathers_frozen=layout.gathers_frozen(shards))
         for each in found
@@ -435,7 +435,7 @@ def block_activations(
     config, of = model.config.get_text_config(), attention_shape(model.config)
     number, groups = of.number // layout.tp, of.shared // layout.tp
     query, key, value = number * of.key, groups * of.key, groups * of.value
-    repeats = layout.cp // gcd(groups, layout.cp)  # of key-value heads, if cp does not divide their number
+    repeats = head_repeats(groups, layout.cp)
     both = number * (of.key + of.value) if run.repeats_heads else (key + value) * repeats
     plain = BlockActivations(
         run,

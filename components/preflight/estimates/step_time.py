@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from transformers import PreTrainedModel
-
 from components.engines.fsdp2.float8 import float8_linears
-from components.engines.fsdp2.parallelize import decoder_blocks
+from components.engines.fsdp2.parallelize import block_prefixes
 from components.models.attention_shape import attention_shape
 from components.models.experts import moe_blocks, share_of_experts
 from components.models.mtp import num_mtp_layers
@@ -36,7 +34,7 @@ def model_size(case: Candidate) -> ModelSize:
     config, of = case.model.config.get_text_config(), attention_shape(case.model.config)
     counts, found = parameter_counts(case), census(case.model, case.adapter)
     experts, coarse = [p for p in found if p.of_experts], [p for p in found if p.quantized_bytes]
-    layers, in_blocks = moe_blocks(case.model), prefixes_of_blocks(case.model)
+    layers, in_blocks = moe_blocks(case.model), tuple(block_prefixes(case.model))
     return ModelSize(
         parameters=counts["total"],
         trained=counts["trainable"],
@@ -57,12 +55,6 @@ def model_size(case: Candidate) -> ModelSize:
         quantized_bytes=sum(p.quantized_bytes for p in coarse),
         float8=sum(linear.weight.numel() for linear in float8_linears(case.model).values()) * case.float8,
     )
-
-
-def prefixes_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the beginnings of the names of all parameters in decoder blocks."""
-    blocks = {id(block) for block in decoder_blocks(model)}
-    return tuple(f"{name}." for name, module in model.named_modules() if id(module) in blocks)
 
 
 @dataclass(frozen=True)
