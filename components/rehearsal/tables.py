@@ -108,8 +108,8 @@ def dimensions(label: str) -> frozenset[str]:
     return frozenset(name.partition(" x ")[0].removesuffix(" of experts") for name in label.split(", "))
 
 
-def indistinguishable(labels: Iterable[str]) -> list[frozenset[str]]:
-    """Return sets of dimensions that have a group of the same ranks, so that their traffic is one number."""
+def merged_dimensions(labels: Iterable[str]) -> list[frozenset[str]]:
+    """Return sets of dimensions; those in one set have a group of the same ranks, and share one row."""
     found: list[frozenset[str]] = []
     for names in map(dimensions, labels):
         touching = [other for other in found if other & names]
@@ -139,7 +139,7 @@ def communication_rows(case: Candidate, traffic: Sequence[Config]) -> list[Confi
             "sent_bytes": sum(size for label, size in sent.items() if dimensions(label) <= names),
             "estimated_bytes": sum(estimated[name] for name in names),
         }
-        for names in indistinguishable([*sent, *estimated])
+        for names in merged_dimensions([*sent, *estimated])
     ]
 
 

@@ -99,8 +99,8 @@ class RunConfig:
             )
 
     @property
-    def evaluates_steps(self) -> bool:
-        """Whether evaluations are due after steps, if there is data for them."""
+    def evaluates_after_steps(self) -> bool:
+        """Whether an evaluation follows at least one step, provided that there is data for it."""
         return bool(self.eval_every or self.eval_every_epochs or self.eval_at_end)
 
     @property

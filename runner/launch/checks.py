@@ -205,7 +205,7 @@ class RunPreparation:
             check_watched_set(metric, experiment.stage, data.eval, key)
         for name in ("eval_every", "eval_every_epochs", "eval_on_start"):
             checks.check_evaluation(name, getattr(run, name), bool(data.eval))
-        due = run.evaluates_steps or checks.may_request_evaluations(experiment.hook)
+        due = run.evaluates_after_steps or checks.may_request_evaluations(experiment.hook)
         checks.check_evaluating_hooks(experiment.hook, evaluates=bool(data.eval) and due)
         left, profiler = data.num_steps - checks.steps_done(resume), experiment.profiler
         if profiler.enabled:
@@ -279,7 +279,7 @@ class RunPreparation:
             weight_copies=sum(hook.weight_copies for hook in experiment.hook.values()),
             max_length=experiment.data.max_length,
             shares_prompts=experiment.data.share_prompt,
-            keeps_microbatch=experiment.model.moe.depends_on_microbatches,
+            keeps_microbatch_size=experiment.model.moe.depends_on_microbatches,
             layout_keys=frozenset(map(str, self.config["parallelism"])),
         )
 

@@ -46,7 +46,7 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
     (
         "data.eval data.eval_dataset",
         lambda e: (
-            e.run.evaluates_steps
+            e.run.evaluates_after_steps
             or e.run.eval_on_start
             or e.run.evaluate_only
             or may_request_evaluations(e.hook)

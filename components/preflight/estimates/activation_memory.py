@@ -106,8 +106,8 @@ class BlockActivations:
     """Width of the results of matrices with a learned norm, and of their adapters, which DoRA saves."""
     dora_products: int = 0
     """Elements of all matrices from which DoRA computes the norms of one weight, the maximum over weights."""
-    joins: bool = False
-    """Whether the block is an MTP layer, which first joins its input with embeddings, and ends in a norm."""
+    is_mtp: bool = False
+    """Whether the block is an MTP layer, which first joins its input with embeddings and ends in a norm."""
 
     def not_recomputed(self) -> "BlockActivations":
         return replace(self, run=replace(self.run, recompute="none"))
@@ -119,14 +119,14 @@ class BlockActivations:
 
     def full_attention(self, tokens: int) -> int:
         """Return the bytes saved without recomputation."""
-        norms = ((self.norms + 3 * self.joins) * self.hidden + self.normed_heads + self.latent) * self.norm
-        matrices = (2 + 2 * self.joins) * self.hidden + self.latent + self.result + self.mlp.kept + self.dora
+        norms = ((self.norms + 3 * self.is_mtp) * self.hidden + self.normed_heads + self.latent) * self.norm
+        matrices = (2 + 2 * self.is_mtp) * self.hidden + self.latent + self.result + self.mlp.kept + self.dora
         return int(tokens * (norms + (matrices + self.attended) * self.run.size)) + self.attention(tokens)
 
     def saved(self, tokens: int) -> int:
         """Return the bytes that the forward pass saves for the backward pass."""
         if self.run.recompute == "full":
-            return tokens * (1 + self.joins) * self.hidden * self.run.size
+            return tokens * (1 + self.is_mtp) * self.hidden * self.run.size
         avoided = self.attention(tokens) if self.run.recompute == "selective" else 0
         return self.full_attention(tokens) - avoided
 
@@ -179,7 +179,7 @@ def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape, *
 
 
 def kept_by_head(labels: int, row: int, trained: int) -> Bytes:
-    """Return the bytes that a head with ``trained`` elements keeps for its backward pass.
+    """Return the bytes that the head keeps for its backward pass; ``trained`` is its number of trained elements.
 
     Its gradients are computed in the forward pass: that of the weight, in fp32, and those of ``labels`` rows
     of the hidden state, of ``row`` bytes each, which are also copied.

@@ -239,7 +239,7 @@ class StepMemory:
     @property
     def num_mtp_layers(self) -> int:
         """Number of the last blocks, which predict a later token each, with the head once more."""
-        return sum(block.joins for block in self.blocks)
+        return sum(block.is_mtp for block in self.blocks)
 
     @property
     def kept_by_head(self) -> Bytes:
@@ -459,7 +459,7 @@ def block_activations(
     widths = dora_widths(model, adapter)
     blocks = [replace(other if n in routed else plain, dora=width) for n, width in enumerate(widths)]
     main = len(blocks) - num_mtp_layers(model.config)
-    blocks = [replace(block, joins=number >= main) for number, block in enumerate(blocks)]
+    blocks = [replace(block, is_mtp=number >= main) for number, block in enumerate(blocks)]
     first = len(blocks) if layout.recompute_num_layers is None else layout.recompute_num_layers
     return (*blocks[:first], *(block.not_recomputed() for block in blocks[first:]))
 

@@ -220,7 +220,7 @@ class StageMemory:
 
     @property
     def num_mtp_layers(self) -> int:
-        return sum(block.joins for block in self.blocks)
+        return sum(block.is_mtp for block in self.blocks)
 
     @property
     def kept_by_head(self) -> Bytes:
@@ -422,7 +422,7 @@ def block_activations(
     )
     main = len(model.base_model.layers) - mtp.num_mtp_layers(config)
     if not (routed := moe_block_numbers(model)):
-        return [replace(plain, joins=n >= main) for n in range(len(model.base_model.layers))]
+        return [replace(plain, is_mtp=n >= main) for n in range(len(model.base_model.layers))]
     # tp ranks have the same tokens and send a part of them each, which etp ranks gather again. The results of
     # experts are not saved, because routing weights multiply the inputs of the last matrix.
     mlp = moe_activations(
@@ -436,7 +436,7 @@ def block_activations(
     )
     other = replace(plain, mlp=mlp)
     return [
-        replace(other if layer in routed else plain, joins=layer >= main)
+        replace(other if layer in routed else plain, is_mtp=layer >= main)
         for layer in range(len(model.base_model.layers))
     ]
 

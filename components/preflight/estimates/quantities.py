@@ -90,7 +90,7 @@ class ModelSize:
     kv_width: int
     """Key-value heads x head_dim, the mean of the widths of keys and values."""
     kv_heads: int
-    outside: int = 0
+    outside_blocks: int = 0
     """Number of parameters outside of blocks: embedding, last norm and head."""
     experts: int = 0
     """Number of expert parameters."""

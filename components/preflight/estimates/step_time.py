@@ -43,7 +43,7 @@ def model_size(case: Candidate) -> ModelSize:
         q_width=of.number * (of.key + of.value) // 2,
         kv_width=of.shared * (of.key + of.value) // 2,
         kv_heads=of.shared,
-        outside=sum(p.numel for p in found if not p.name.startswith(in_blocks)),
+        outside_blocks=sum(p.numel for p in found if not p.name.startswith(in_blocks)),
         experts=sum(p.numel for p in experts),
         trained_experts=sum(p.numel for p in experts if p.trained),
         num_moe_layers=len(layers),

@@ -51,7 +51,7 @@ class Candidate:
     shares_prompts: bool
     max_length: int
     """``data.max_length``"""
-    keeps_microbatch: bool
+    keeps_microbatch_size: bool
     """Whether the loss depends on the size of micro-batches, so that no other is advised."""
     layout_keys: frozenset[str]
     """Keys of the chosen option of the config group ``parallelism``."""
@@ -111,7 +111,7 @@ class Candidate:
         """
         share, rest = divmod(self.data.global_batch_size, self.dp_size)
         sizes = [] if rest else divisors(share)
-        if self.keeps_microbatch:
+        if self.keeps_microbatch_size:
             return [size for size in sizes if size == self.micro_batch_size]
         return [size for size in sizes if size <= 16]
 

@@ -46,7 +46,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     passes = passes_through_blocks(recomputed, reference=step.reference)
     reductions = step.num_microbatches if layout.reduce_gradients == "every" else 1
     # The weights outside of blocks are kept from the forward pass to the backward pass.
-    kept, number = size.outside / layout.tp, step.num_microbatches
+    kept, number = size.outside_blocks / layout.tp, step.num_microbatches
     gathers, kept_gathers = (
         (times if layout.reshard_after_forward else 1) + step.reference for times in (2 * number, number)
     )
