@@ -109,7 +109,7 @@ def dimensions(label: str) -> frozenset[str]:
 
 
 def merged_dimensions(labels: Iterable[str]) -> list[frozenset[str]]:
-    """Return sets of dimensions; those in one set have a group of the same ranks, and share one row."""
+    """Return sets of mesh dimensions that share a group of ranks, so that their traffic is one number."""
     found: list[frozenset[str]] = []
     for names in map(dimensions, labels):
         touching = [other for other in found if other & names]

@@ -100,7 +100,7 @@ class RunConfig:
 
     @property
     def evaluates_after_steps(self) -> bool:
-        """Whether an evaluation follows at least one step, provided that there is data for it."""
+        """Whether the run evaluates after some or all steps, or at its end, if it has data for that."""
         return bool(self.eval_every or self.eval_every_epochs or self.eval_at_end)
 
     @property

@@ -107,7 +107,7 @@ class BlockActivations:
     dora_products: int = 0
     """Elements of all matrices from which DoRA computes the norms of one weight, the maximum over weights."""
     is_mtp: bool = False
-    """Whether the block is an MTP layer, which first joins its input with embeddings and ends in a norm."""
+    """Whether the block predicts a later token (MTP): it also saves embeddings, and has three more norms."""
 
     def not_recomputed(self) -> "BlockActivations":
         return replace(self, run=replace(self.run, recompute="none"))
@@ -179,10 +179,10 @@ def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape, *
 
 
 def kept_by_head(labels: int, row: int, trained: int) -> Bytes:
-    """Return the bytes that the head keeps for its backward pass; ``trained`` is its number of trained elements.
+    """Return the bytes that the head saves for its backward pass, with ``trained`` trained parameters.
 
-    Its gradients are computed in the forward pass: that of the weight, in fp32, and those of ``labels`` rows
-    of the hidden state, of ``row`` bytes each, which are also copied.
+    Its gradients are computed in the forward pass: that of the weight, in fp32, and those of the ``labels``
+    rows of the hidden state that have a label, of ``row`` bytes each, which are also copied.
     """
     return {"gradients": trained * FP32, "activations": 2 * labels * row}
 

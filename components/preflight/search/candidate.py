@@ -52,7 +52,7 @@ class Candidate:
     max_length: int
     """``data.max_length``"""
     keeps_microbatch_size: bool
-    """Whether the loss depends on the size of micro-batches, so that no other is advised."""
+    """Whether the loss depends on the size of micro-batches; then no other size is suggested."""
     layout_keys: frozenset[str]
     """Keys of the chosen option of the config group ``parallelism``."""
     cut: int = 1
