@@ -39,6 +39,7 @@ SMALL = (
     "run.name=chaos",
     "run.device=cpu",
     "run.export=false",
+    "run.eval_at_end=false",
     "run.micro_batch_size=1",
     "checkpoint.save_every=2",
     "checkpoint.keep_last=2",

@@ -25,6 +25,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
 """Ids of the tests with the marker ``slow``. The id of a function stands for all its cases."""
 SESSION = pytest.StashKey[Path]()
+COLLECTED = pytest.StashKey[set[str]]()
+"""Ids of all tests that were found, before a marker leaves some out."""
 FROZEN = pytest.StashKey[int]()
 """Number of imported modules whose objects are exempt from garbage collection."""
 
@@ -35,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[budget.FOLDER] = str(folder)
         os.environ["RUNNER_CACHE"] = str(folder / "cache")
         forkserver.start()
+    config.stash[COLLECTED] = set()
     budget.count_starts()
 
 
@@ -54,15 +57,20 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
+    item.config.stash[COLLECTED].add(item.nodeid)
     if item.nodeid in SLOW or item.nodeid.partition("[")[0] in SLOW:
         item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run long files first, so that the last worker does not start one when the others have finished."""
+    """Run long files first, so that the last worker does not start one when the others have finished.
+
+    Files of the same folder keep their order, except those that take minutes.
+    """
     if not hasattr(config, "workerinput"):
         return  # without other workers, tests run in the order of the command line
-    order = ("slurm", "distributed", "e2e")
+    order = ("slurm", "test_any_to_any.py", "test_tutorial.py", "test_readme.py", "rehearsal")
+    order += ("distributed", "e2e")
     items.sort(
         key=lambda item: next((i for i, part in enumerate(order) if part in item.path.parts), len(order))
     )

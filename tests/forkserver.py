@@ -35,6 +35,8 @@ ADDRESS = "RUNNER_TEST_FORKSERVER"
 PRELOADED: Mapping[str, tuple[str, ...]] = {
     "plain": (
         "torch.testing",
+        "bitsandbytes.optim",
+        "peft.tuners",
         "transformers.models.qwen3.modeling_qwen3",
         "transformers.generation",
         "components.engines.fsdp2.engine",
@@ -47,6 +49,7 @@ PRELOADED: Mapping[str, tuple[str, ...]] = {
     # Megatron's patches replace names of torch.cuda, which must stay unchanged in a process without Megatron.
     "megatron": ("components.engines.megatron.runtime.engine",),
     "rehearsal": (
+        "peft.tuners",
         "transformers.models.qwen3.modeling_qwen3",
         "components.engines.fsdp2.engine",
         "components.engines.megatron.runtime.engine",

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from runner.training.rank import build_engine
 from runner.training.state import TrainState
 
 STEP = "the measured step"
+SHORT = 64
+"""Number of tokens of a row of the step before the measured one."""
 NO_STATS = BatchStats(0, 0, 0, 0, 0.0, 0, 0)
 
 
@@ -44,7 +46,7 @@ def measure(
 ) -> Held:
     """Measure the second of two steps of ``config``.
 
-    The first one creates the moments. Hooks begin before it.
+    The first one, on short rows, creates the moments. Hooks begin before it.
     """
     experiment = build_experiment(config, ConfigSources())
     hooks, engines = experiment.hook.values(), list[Engine]()
@@ -53,16 +55,16 @@ def measure(
         engines.append(build_engine(experiment, device))
         for hook in hooks:
             hook.begin(unlogged_run(experiment, Path(), engines[0], TrainState()))
-        measured()
+        take_step(replace(workload, length=SHORT, labels=SHORT // 2 * workload.rows))
 
-    def measured() -> None:
+    def take_step(workload: MicrobatchShape) -> None:
         result = step(engines[0], experiment, workload)
         for hook in hooks:
             hook.after_step(unlogged_run(experiment, Path(), engines[0], TrainState()), result, NO_STATS)
 
     instrument = instrument or (on_gpu if device == "cuda" else on_cpu)
     try:
-        peak = instrument(begin, measured)
+        peak = instrument(begin, lambda: take_step(workload))
         return Held(stage_of(engines[0].describe()["mesh"]), peak)
     finally:
         while engines:

@@ -1,13 +1,13 @@
 """Values of small integer tensors on a fake device: boundaries, positions and counts are real."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ class HostValues:
         Otherwise the values of integer tensors that ``func`` writes to are no longer known. An exception of
         the computation is kept in ``failures``.
         """
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
+        results = [tensor for tensor in tensors_of((out,)) if isinstance(tensor, FakeTensor)]
         try:
             for result, values in self._results(func, args, kwargs, results):
                 result.host_values = values  # type: ignore[attr-defined]
@@ -84,10 +84,9 @@ class HostValues:
         self, func: OpOverload, args: Arguments, kwargs: Keywords, results: Sequence[FakeTensor]
     ) -> list[tuple[FakeTensor, Tensor]]:
         name = func._schema.name.removeprefix("aten::")
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(result.numel() > MAX_NUMEL for result in results):
             raise UnknownValueError
-        if name == "topk" and tensors and tensors[0].dtype not in INTEGERS:
+        if name == "topk" and args[0].dtype not in INTEGERS:
             # The choices are those of a balanced router: expert i, i + 1, ... for consecutive choices.
             chosen = torch.arange(results[-1].numel()) % args[0].shape[-1]
             return [(results[-1], chosen.view(results[-1].shape))]
@@ -96,15 +95,15 @@ class HostValues:
         if name in FILLED and results:
             like = torch.empty(args[0].shape, dtype=args[0].dtype)
             return [(results[0], func(like, *args[1:], **on_host(kwargs)))]
-        if func is aten.copy_.default and self._fills(tensors[0], tensors[1]):
-            self.set(tensors[0], self.of(tensors[1]).to(tensors[0].dtype).clone())
+        if func is aten.copy_.default and self._fills(args[0], args[1]):
+            self.set(args[0], self.of(args[1]).to(args[0].dtype).clone())
             return []
         if any(word in name for word in UNDEFINED):
             raise UnknownValueError
-        if any(tensor.is_floating_point() for tensor in tensors):
+        if any(tensor.is_floating_point() for tensor in tensors_of((*args, *kwargs.values()))):
             raise UnknownValueError
         found = func(*tree_map(self._argument, list(args)), **on_host(tree_map(self._argument, dict(kwargs))))
-        values = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        values = [*tensors_of((found,))]
         if func is aten._to_copy.default and values and values[0] is args[0]:
             values = [values[0].clone()]
         return list(zip(results, values, strict=False))
@@ -129,9 +128,21 @@ class HostValues:
             return
         for value, argument in zip(args, func._schema.arguments, strict=False):
             if argument.is_write:
-                for leaf in tree_leaves(value):
-                    if isinstance(leaf, FakeTensor) and leaf.dtype in INTEGERS:
-                        self._stale.add(leaf.untyped_storage()._cdata)
+                for tensor in tensors_of((value,)):
+                    if isinstance(tensor, FakeTensor) and tensor.dtype in INTEGERS:
+                        self._stale.add(tensor.untyped_storage()._cdata)
+
+
+def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
+    """Yield the tensors in arguments or results of an operator, some of which are in lists or tuples.
+
+    Every operator of a rehearsal needs it, and it takes a quarter of the time of ``tree_leaves``.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_of(value)
 
 
 def on_host(kwargs: Keywords) -> Keywords:

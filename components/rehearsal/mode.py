@@ -8,13 +8,19 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from components.engines.shared.torch_private import use_count
 from components.rehearsal import traffic
 from components.rehearsal.arithmetic import Arithmetic
 from components.rehearsal.call_site import call_site
-from components.rehearsal.host_values import Arguments, HostValues, Keywords, UnknownValueError
+from components.rehearsal.host_values import (
+    Arguments,
+    HostValues,
+    Keywords,
+    UnknownValueError,
+    tensors_of,
+)
 from components.rehearsal.host_waits import INDEXING, MASKS, HostWaits
 from components.rehearsal.kernel_rules import KernelRules
 from components.rehearsal.live_memory import LiveMemory
@@ -71,11 +77,10 @@ class RehearsalMode(TorchDispatchMode):
         if any(kind not in PLAIN for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        any_fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_of((*args, *kwargs.values())))
         device = kwargs.get("device")
         if device is None:
-            device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+            device = next((value for value in args if isinstance(value, torch.device)), None)
         target = None if device is None else torch.device(device)
         if not any_fake and (target is None or target.type != "cuda"):
             return func(*args, **kwargs)
@@ -100,15 +105,16 @@ class RehearsalMode(TorchDispatchMode):
         out = self._fake_result(func, args, kwargs)
         self.values.follow(func, args, kwargs, out)
         self.arithmetic.see(func, args, out, self.values)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, FakeTensor) and leaf.device.type == "cuda":
-                self.memory.hold(leaf)
+        for tensor in tensors_of((out,)):
+            if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
+                self.memory.hold(tensor)
         return out
 
     def _fake_result(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
         if func in DATA_DEPENDENT:
             return self._data_dependent(func, args, kwargs)
-        lifted_args, lifted_kwargs = tree_map(self._lift, (list(args), kwargs))
+        lifted_args = [self._lift(value) for value in args]
+        lifted_kwargs = {name: self._lift(value) for name, value in kwargs.items()}
         with self.fake:
             return func(*lifted_args, **lifted_kwargs)
 
@@ -117,10 +123,12 @@ class RehearsalMode(TorchDispatchMode):
             return torch.empty_like(tensor)
 
     def _lift(self, value: object) -> object:
-        """Return a fake tensor in place of a host tensor, and any other value as it is.
+        """Return a fake tensor in place of a host tensor, also in lists, and any other value as it is.
 
         FakeTensorMode's own conversion would keep the host tensor alive.
         """
+        if isinstance(value, list | tuple):
+            return [self._lift(item) for item in value]
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         with self.fake:
@@ -178,7 +186,7 @@ class RehearsalMode(TorchDispatchMode):
 
     def _exchange(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
         """Record a collective, and call it on the fake group with empty host tensors for fake tensors."""
-        fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        fakes = [t for t in tensors_of((*args, *kwargs.values())) if isinstance(t, FakeTensor)]
         group = traffic.group_of(args)
         name = func._schema.name.removeprefix("c10d::").rstrip("_")
         ranks = [] if group is None else dist.get_process_group_ranks(group)

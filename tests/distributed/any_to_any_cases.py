@@ -35,7 +35,7 @@ from runner.training import rank
 from runner.training.rank import run_rank
 from tests.ranks import Ranks
 
-STEPS, HALF = 6, 3
+STEPS, HALF = 5, 3
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "single": ("parallelism=single",),

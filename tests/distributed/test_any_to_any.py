@@ -106,9 +106,10 @@ def test_the_same_layout_goes_on_bitwise(matrix: Matrix, work: str, layout: str)
 
 
 def test_a_chain_of_four_layouts(matrix: Matrix) -> None:
-    run = matrix.whole("full", CHAIN[0])
-    for step, layout in enumerate(CHAIN[1:], start=HALF):
-        run = assert_goes_on(matrix, "full", run, step, layout, "checkpoint.save_every=1")
+    every = "checkpoint.save_every=1"
+    run = matrix.run("full", CHAIN[0], every)
+    for step, layout in enumerate(CHAIN[1:], start=2):
+        run = assert_goes_on(matrix, "full", run, step, layout, every)
 
 
 def test_a_run_begins_with_the_weights_of_another_layout(matrix: Matrix) -> None:

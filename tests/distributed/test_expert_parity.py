@@ -35,8 +35,8 @@ CELLS = [(table, row, column) for table, cells in REDUCED.items() for row, colum
 @pytest.fixture(scope="module")
 def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bench]:
     """Return the benches of both tables, which use the same ranks."""
-    first = Bench(tmp_path_factory.mktemp("experts"), shortened(EXPERTS, steps=4, batch=16))
-    second = Bench(tmp_path_factory.mktemp("deepseek"), shortened(LATENT, steps=4, batch=16))
+    first = Bench(tmp_path_factory.mktemp("experts"), shortened(EXPERTS))
+    second = Bench(tmp_path_factory.mktemp("deepseek"), shortened(LATENT, batch=16))
     return {EXPERTS.name: first, LATENT.name: second}
 
 

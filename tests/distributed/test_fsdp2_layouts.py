@@ -1,6 +1,7 @@
 """Every layout of FSDP2 gives the results of one process."""
 
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ COMBINED = {
     "tp2cp2 selective offload": fsdp2(1, cp=2, tp=2, cpu_offload=True, activation_checkpointing="selective"),
 }
 
+step_of_transformers = cache(partial(plain_step, normalize="token"))
+curve_of_one = cache(partial(cases.curve, fsdp2()))
+
 
 class Pools:
     """Sets of ranks of any size."""
@@ -60,15 +64,15 @@ def test_loss_and_gradients_equal_plain_transformers(
     pools: Pools, name: str, family: str, layout: str
 ) -> None:
     for step in pools.run(cases.one_step, LAYOUTS[name], family, layout):
-        assert_same(step, plain_step(family, "token"))
+        assert_same(step, step_of_transformers(family))
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma", "biased", "uneven"])
 @pytest.mark.parametrize("name", ["tp2", "tp2dp2"])
 def test_every_architecture_is_cut_rightly(pools: Pools, name: str, family: str) -> None:
     for step in pools.run(cases.one_step, LAYOUTS[name], family, "packed"):
-        assert_same(step, plain_step(family, "token"))
-    single = torch.tensor(cases.curve(fsdp2(), torch.float32, 4, None, family))
+        assert_same(step, step_of_transformers(family))
+    single = torch.tensor(curve_of_one(torch.float32, 4, None, family))
     for other in pools.run(cases.curve, LAYOUTS[name], torch.float32, 4, None, family):
         assert torch.tensor(other) == pytest.approx(single, rel=1e-5)
 
@@ -123,7 +127,7 @@ def test_an_adapter_is_trained_as_by_plain_peft(
 
 @EVERY
 def test_the_curve_is_that_of_one_rank(pools: Pools, name: str) -> None:
-    single = torch.tensor(cases.curve(fsdp2(), torch.float32))
+    single = torch.tensor(curve_of_one(torch.float32))
     for other in pools.run(cases.curve, LAYOUTS[name], torch.float32):
         assert torch.tensor(other) == pytest.approx(single, rel=1e-5)
 
@@ -132,7 +136,7 @@ def test_the_curve_is_that_of_one_rank(pools: Pools, name: str) -> None:
 @pytest.mark.parametrize(("family", "layout"), [("uneven", "packed"), ("llama", "padded")])
 def test_layouts_combine(pools: Pools, name: str, family: str, layout: str) -> None:
     for step in pools.run(cases.one_step, COMBINED[name], family, layout):
-        assert_same(step, plain_step(family, "token"))
+        assert_same(step, step_of_transformers(family))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,7 @@ def test_layouts_combine(pools: Pools, name: str, family: str, layout: str) -> N
 )
 def test_other_architectures_in_other_layouts(pools: Pools, family: str, on: FSDP2) -> None:
     for step in pools.run(cases.one_step, on, family, "packed", 2):
-        assert_same(step, plain_step(family, "token"))
+        assert_same(step, step_of_transformers(family))
 
 
 def test_a_share_of_a_row_is_enough(pools: Pools) -> None:
@@ -159,7 +163,7 @@ def test_a_share_of_a_row_is_enough(pools: Pools) -> None:
 
 @EVERY
 def test_bf16_follows_fp32(pools: Pools, name: str) -> None:
-    single = torch.tensor(cases.curve(fsdp2(), torch.float32))
+    single = torch.tensor(curve_of_one(torch.float32))
     for other in pools.run(cases.curve, LAYOUTS[name], torch.bfloat16):
         assert torch.tensor(other) == pytest.approx(single, rel=3e-2)
 
@@ -190,7 +194,7 @@ def test_zeros_are_counted_once(pools: Pools, name: str) -> None:
 @EVERY
 def test_the_reference_is_frozen_and_evaluation_is_exact(pools: Pools, name: str) -> None:
     assert all(pools.run(cases.reference_logps, LAYOUTS[name]))
-    expected = plain_step("qwen3", "token").loss
+    expected = step_of_transformers("qwen3").loss
     for evaluated, _ in pools.run(cases.evaluate, LAYOUTS[name]):
         assert evaluated == pytest.approx(expected, rel=1e-5)
 

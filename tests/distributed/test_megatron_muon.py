@@ -1,9 +1,12 @@
 """Muon on Megatron: the curve of one FSDP2 process in every layout, and resumes between the engines."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.distributed import megatron_muon_cases as cases
 from tests.distributed.any_to_any_cases import assert_equal, read
@@ -36,6 +39,21 @@ def size(layout: str) -> int:
     return on.model_ranks * (on.dp or 1)
 
 
+OneProcess = Callable[[str, str], tuple[Path, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
+    """Return a function that trains a family once per kind, and returns the folder and the curve."""
+
+    @cache
+    def trained(family: str, kind: str) -> tuple[Path, Tensor]:
+        folder = tmp_path_factory.mktemp("one")
+        return folder, torch.tensor(cases.trained(fsdp2(), family, kind, folder))
+
+    return trained
+
+
 @pytest.mark.parametrize(
     ("layout", "family", "kind"),
     [
@@ -59,12 +77,12 @@ def size(layout: str) -> int:
     ],
 )
 def test_a_layout_trains_the_curve_of_one_process(
-    four: Ranks, layout: str, family: str, kind: str, tmp_path: Path
+    four: Ranks, one_process: OneProcess, layout: str, family: str, kind: str, tmp_path: Path
 ) -> None:
     """Gradients are close in the first steps; a checkpoint of either engine continues on the other."""
     on, ranks = LAYOUTS[layout], size(layout)
-    one, here, back, loaded = (tmp_path / name for name in ("one", "here", "back", "loaded"))
-    expected = torch.tensor(cases.trained(fsdp2(), family, kind, one))
+    here, back, loaded = (tmp_path / name for name in ("here", "back", "loaded"))
+    one, expected = one_process(family, kind)
     for rank in four.run(cases.trained, on, family, kind, here, size=ranks):
         torch.testing.assert_close(torch.tensor(rank), expected, rtol=1e-5, atol=0)
     for rank in four.run(cases.trained, on, family, kind, loaded, one, size=ranks):

@@ -1,10 +1,13 @@
 """Optimizers of other classes than ours: the same curve in every layout, and a resume to the last bit."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from components.models import checkpoint_weights
 from tests.distributed import optimizer_class_cases as cases
@@ -32,6 +35,21 @@ def four() -> Ranks:
     return Ranks(4)
 
 
+OneRank = Callable[[str], tuple[Path, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> OneRank:
+    """Return a function that trains on one rank, once per optimizer, and returns the folder and the curve."""
+
+    @cache
+    def trained(name: str) -> tuple[Path, Tensor]:
+        folder = tmp_path_factory.mktemp("one")
+        return folder, torch.tensor(cases.without_rounding(cases.trained, fsdp2(), name, folder))
+
+    return trained
+
+
 @pytest.mark.parametrize("name", sorted(cases.DESCRIPTIONS))
 def test_a_resume_is_bitwise(name: str, tmp_path: Path) -> None:
     straight = cases.trained(fsdp2(), name, tmp_path)
@@ -51,24 +69,26 @@ def test_a_resume_is_bitwise(name: str, tmp_path: Path) -> None:
         ("adafactor", "tp2"),
     ],
 )
-def test_a_layout_trains_the_curve_of_one_rank(two: Ranks, name: str, layout: str, tmp_path: Path) -> None:
-    compare(two, name, layout, tmp_path)
+def test_a_layout_trains_the_curve_of_one_rank(
+    two: Ranks, one_rank: OneRank, name: str, layout: str, tmp_path: Path
+) -> None:
+    compare(two, one_rank, name, layout, tmp_path)
 
 
 @pytest.mark.parametrize("name", PROMISED)
-def test_four_ranks_train_the_curve_of_one(four: Ranks, name: str, tmp_path: Path) -> None:
-    compare(four, name, "dp2 tp2", tmp_path)
+def test_four_ranks_train_the_curve_of_one(four: Ranks, one_rank: OneRank, name: str, tmp_path: Path) -> None:
+    compare(four, one_rank, name, "dp2 tp2", tmp_path)
 
 
-def compare(ranks: Ranks, name: str, layout: str, tmp_path: Path) -> None:
+def compare(ranks: Ranks, one_rank: OneRank, name: str, layout: str, folder: Path) -> None:
     """Compare the curve of a layout with that of one rank, and runs that resume in the other one."""
     exact, trained, resumed = cases.without_rounding, cases.trained, cases.resumed
-    expected = torch.tensor(exact(trained, fsdp2(), name, tmp_path / "one"))
-    for rank in ranks.run(exact, trained, LAYOUTS[layout], name, tmp_path / "two"):
+    one, expected = one_rank(name)
+    for rank in ranks.run(exact, trained, LAYOUTS[layout], name, folder):
         torch.testing.assert_close(torch.tensor(rank), expected, rtol=1e-5, atol=0)
-    for rank in ranks.run(exact, resumed, LAYOUTS[layout], name, tmp_path / "one", 2):
+    for rank in ranks.run(exact, resumed, LAYOUTS[layout], name, one, 2):
         torch.testing.assert_close(torch.tensor(rank), expected[2:], rtol=1e-5, atol=0)
-    back = torch.tensor(exact(resumed, fsdp2(), name, tmp_path / "two", 2))
+    back = torch.tensor(exact(resumed, fsdp2(), name, folder, 2))
     torch.testing.assert_close(back, expected[2:], rtol=1e-5, atol=0)
 
 

@@ -28,6 +28,9 @@ def test_files_are_those_of_bf16(tmp_path: Path) -> None:
     assert "products in float8: recipe rowwise" in (run / "train.log").read_text()
 
 
+LITTLE = ("run.global_batch_size=4", "run.export=false")
+
+
 @pytest.fixture(scope="module")
 def bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(tmp_path_factory.mktemp("bf16"), "run.dtype=bf16")
@@ -38,7 +41,7 @@ def losses(folder: Path, *options: str) -> list[float]:
 
     Rows are short, because some processors multiply in bf16 at a hundredth of the speed of fp32.
     """
-    run = run_here(folder, "data.max_length=32", "run.max_steps=50", "run.export=false", *options)
+    run = run_here(folder, "data.max_length=32", "run.max_steps=50", *LITTLE, *options)
     return [row["train/loss"] for row in rows(run, "train/loss")]
 
 

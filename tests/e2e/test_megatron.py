@@ -23,12 +23,13 @@ def assert_same_curve(ours: Path, theirs: Path) -> None:
         assert our["train/num_tokens"] == their["train/num_tokens"]
 
 
-def test_dpo_on_tp2pp2_has_the_curve_of_one_process(tmp_path: Path) -> None:
+def test_dpo_on_pp2_has_the_curve_of_one_process(tmp_path: Path) -> None:
+    """The command that a user types, whose processes import Megatron and warn of nothing."""
     pairs = [{"prompt": f"{n} + 1?", "chosen": "one more " * n, "rejected": f"{n}"} for n in range(1, 41)]
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     data = ("data=files", f"data.train={tmp_path}/pairs.jsonl", "data.eval_fraction=0.2")
     same = (*SAME, *data, "stage=dpo", "run.global_batch_size=8")
-    answer = run_command(command("parallelism=tp2pp2", *same), cwd=tmp_path)
+    answer = run_command(command("parallelism=pp2", *same), cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert "UserWarning" not in answer.stderr
     assert "FutureWarning" not in answer.stderr

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from components.contracts.errors import ConfigError
 from components.rehearsal.device_guard import build_guard
 from tests.e2e.commands import SMALL, call_here
+from tests.rehearsal.rehearsed import run_forked_rehearsal
 
 LITTLE = [word for word in SMALL if not word.startswith("run.device")]
 
@@ -41,7 +43,8 @@ def test_refusals(
     overrides: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     chosen = [*LITTLE, "preflight.mode=rehearse", f"run.output_dir={tmp_path}", *overrides]
-    assert call_here(*chosen) == 2
+    with mock.patch("runner.launch.rehearse.run_rehearsal", run_forked_rehearsal):
+        assert call_here(*chosen) == 2
     assert words in capfd.readouterr().err
 
 

@@ -9,13 +9,13 @@ from tests.rehearsal.rehearsed import GIB, Rehearsed, rehearsed
 ROW = ["run.dtype=bf16", "data.max_length=2048"]
 EIGHT = ["model.architecture.num_hidden_layers=8"]
 EIGHT_LAYERS = ["model=llama3_8b", *EIGHT]
-FOUR_LAYERS = ["model=llama3_1b", "model.architecture.num_hidden_layers=4", "stage=pt"]
-SINGLE_FP32 = ["model=qwen3_0_6b", "run.dtype=fp32", "model.architecture.num_hidden_layers=4"]
+FOUR_LAYERS = ["model=llama3_1b", "model.architecture.num_hidden_layers=4"]
+SINGLE_FP32 = ["model=qwen3_0_6b", "run.dtype=fp32", "model.architecture.num_hidden_layers=2"]
 LARGE = {
     "1b": ["model=llama3_1b", "parallelism=single"],
     "0.6b fp32": [*SINGLE_FP32, "parallelism=single"],
     "0.6b fp32 megatron": [*SINGLE_FP32, "parallelism=megatron"],
-    "1b dora": ["model=llama3_1b", *EIGHT, "parallelism=single", "adapter=dora"],
+    "1b dora": [*FOUR_LAYERS, "parallelism=single", "adapter=dora"],
     "8b": [*EIGHT_LAYERS, "model=qwen3_8b", "parallelism=fsdp2", "parallelism.dp=8"],
     "8b averaged": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "hook=ema"],
     "8b muon": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "optimizer=muon"],
@@ -36,7 +36,7 @@ LARGE = {
         "parallelism=single",
         "adapter=qlora",
         "stage=pt",  # every micro-batch has as many labels as the largest one of the run
-        "run.global_batch_size=2",
+        "run.global_batch_size=1",
         "run.micro_batch_size=1",
     ],
     "8b tp8": [
@@ -64,6 +64,7 @@ LARGE = {
     ],
     "1b predicting later tokens": [
         *FOUR_LAYERS,
+        "stage=pt",
         "parallelism=fsdp2",
         "parallelism.dp=16",
         "model.mtp.num_layers=2",
@@ -72,6 +73,7 @@ LARGE = {
     ],
     "1b predicting later tokens with megatron": [
         *FOUR_LAYERS,
+        "stage=pt",
         "parallelism=megatron",
         "parallelism.dp=8",
         "parallelism.distributed_optimizer=true",

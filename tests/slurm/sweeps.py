@@ -1,4 +1,4 @@
-"""Sweeps through SLURM, started with the real command and observed from outside."""
+"""Sweeps through SLURM, observed from outside."""
 
 import os
 import re
@@ -13,6 +13,7 @@ import pytest
 
 from runner.sweeps.job_record import JobRecord, read_job_records
 from tests.e2e.commands import command
+from tests.forkserver import Process, run_module
 from tests.patience import patience
 from tests.slurm.cluster import Cluster
 
@@ -20,21 +21,28 @@ ROOT = Path(__file__).parents[2]
 
 
 class Sweep:
-    """``python -m runner -m hydra/launcher=slurm`` in a separate process."""
+    """``python -m runner -m hydra/launcher=slurm`` in a forked process, or as a user starts it if ``typed``.
 
-    def __init__(self, cluster: Cluster, folder: Path, *words: str) -> None:
+    Jobs are always new processes, which SLURM starts.
+    """
+
+    process: "subprocess.Popen[bytes] | Process"
+
+    def __init__(self, cluster: Cluster, folder: Path, *words: str, typed: bool = False) -> None:
         self.folder, self.log = folder, folder / "launcher.log"
         folder.mkdir()
-        line = command("-m", "hydra/launcher=slurm", f"run.output_dir={folder}", *words)
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                line,
-                cwd=ROOT,
-                env=os.environ | cluster.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        words = ("-m", "hydra/launcher=slurm", f"run.output_dir={folder}", *words)
+        environ = os.environ | cluster.environ
+        with self.log.open("wb") as log, open(os.devnull) as nothing:
+            if typed:
+                self.process = subprocess.Popen(
+                    command(*words), cwd=ROOT, env=environ, stdin=nothing, stdout=log, stderr=log
+                )
+            else:
+                streams = (nothing.fileno(), log.fileno(), log.fileno())
+                self.process = Process(
+                    run_module, "runner", *words, streams=streams, environ=environ, cwd=ROOT
+                )
 
     def __enter__(self) -> Self:
         return self

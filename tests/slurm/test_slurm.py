@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runner.sweeps.job_record import JobRecord
-from tests.e2e.commands import SMALL, curve, newest, write_chats
+from tests.e2e.commands import SMALL, curve, newest, run_here, write_chats
 from tests.patience import patience
 from tests.slurm.cluster import NODES, Cluster, need_slurm
 from tests.slurm.sweeps import ROOT, Sweep
@@ -58,7 +58,7 @@ def faults(
 ) -> Iterator[Sweep]:
     """Run an array of jobs of two tasks: one completes, two fail, and one is cancelled in its third step."""
     swept = "+parallelism.fault=none,middle,late,hang"
-    with Sweep(cluster, tmp_path_factory.mktemp("faults") / "o", *short, TWO, swept) as sweep:
+    with Sweep(cluster, tmp_path_factory.mktemp("faults") / "o", *short, TWO, swept, typed=True) as sweep:
         sweep.until(lambda: sweep.steps_of(3) >= 2)
         cluster.run("scancel", sweep.id_of(3))
         assert sweep.end() == 1
@@ -135,22 +135,25 @@ def test_a_job_cancelled_by_others_has_failed(faults: Sweep) -> None:
 def test_a_preempted_job_goes_on_in_its_folder(
     cluster: Cluster, short: Words, limited: Sweep, tmp_path: Path
 ) -> None:
-    """A job of 2 x 2 ranks that is stopped by a signal and by a requeue is bitwise an uninterrupted job."""
-    shape = ("hydra.launcher.nodes=2", TWO, "run.max_steps=12", "+parallelism.fault=none,slow")
-    with Sweep(cluster, tmp_path / "o", *short, *shape) as sweep:
-        sweep.until(lambda: sweep.steps_of(1) >= 2)
-        cluster.run("scancel", "--signal=USR2", sweep.id_of(1))
-        sweep.until(lambda: sweep.steps_of(1) >= 6)
-        cluster.run("scontrol", "requeue", sweep.id_of(1))
+    """A job on two nodes that is stopped by a signal and by a requeue is bitwise an uninterrupted run."""
+    steps = "run.max_steps=12"
+    straight = run_here(tmp_path / "straight", *short, steps, "parallelism.dp=2")
+    shape = ("hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=1", "+parallelism.fault=slow")
+    with Sweep(cluster, tmp_path / "o", *short, *shape, steps) as sweep:
+        sweep.until(lambda: sweep.steps_of(0) >= 2)
+        cluster.run("scancel", "--signal=USR2", sweep.id_of(0))
+        sweep.until(lambda: sweep.steps_of(0) >= 6)
+        cluster.run("scontrol", "requeue", sweep.id_of(0))
         assert sweep.end() == 0
-        straight, preempted = (Path(str(outcome.folder)) for outcome in sweep.outcomes())
-        assert len(list(sweep.folder.glob("*/*/run.json"))) == 2
+        (outcome,) = sweep.outcomes()
+        assert outcome.status == "completed"
+        preempted = Path(str(outcome.folder))
+        assert len(list(sweep.folder.glob("*/*/run.json"))) == 1
         facts = json.loads((preempted / "run.json").read_text())
-        assert facts["slurm"] == {"job": sweep.id_of(1), "restarts": 2}
+        assert facts["slurm"] == {"job": sweep.id_of(0), "restarts": 2}
         assert Path(facts["resumed_from"]).parent.parent == preempted
-        assert facts["mesh"]["ranks"] == [[[[0]], [[1]], [[2]], [[3]]]]
+        assert facts["mesh"]["ranks"] == [[[[0]], [[1]]]]
         assert curve(preempted) == curve(straight)
-        assert [outcome.status for outcome in sweep.outcomes()] == ["completed", "completed"]
 
 
 def test_the_script_for_sbatch(cluster: Cluster, short: Words, faults: Sweep, tmp_path: Path) -> None:

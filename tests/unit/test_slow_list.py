@@ -1,10 +1,11 @@
 """tests/slow.txt names the tests outside of the quick part; a stale name would hide a renamed test."""
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+import pytest
+
+from tests.conftest import COLLECTED
 
 TESTS = Path(__file__).parents[1]
 NAMES = (TESTS / "slow.txt").read_text().splitlines()
@@ -20,13 +21,13 @@ def test_every_name_is_a_test() -> None:
         assert rest.partition("[")[0] in functions(TESTS.parent / file), name
 
 
-def test_every_row_is_a_test() -> None:
-    """Every row names a collected test; the test takes as long as importing all tests."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "--collect-only"]
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
-    shown = subprocess.check_output(command, cwd=TESTS.parent, env=environ, text=True)
-    rows = set(shown.splitlines())
-    assert not [name for name in NAMES if name not in rows | {row.partition("[")[0] for row in rows}]
+def test_every_row_is_a_test(request: pytest.FixtureRequest) -> None:
+    """Every row names a test that this session has collected."""
+    if [Path(word).resolve() for word in request.config.args] != [TESTS]:
+        pytest.skip("the session does not collect all tests")
+    found = request.config.stash[COLLECTED]
+    known = found | {name.partition("[")[0] for name in found}
+    assert not [name for name in NAMES if name not in known]
 
 
 def test_names_are_sorted_and_there_once() -> None:
