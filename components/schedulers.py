@@ -151,7 +151,7 @@ class WSD(Scheduler):
     """Warmup, stable, decay: ``peak`` until the last ``decay_steps`` of the run (Hu et al., 2024)."""
 
     decay_steps: int | None = None
-    """Length of the decay at the end of the run. None means a tenth of the run, rounded up."""
+    """Length of the decay at the end of the run, 0 for none. None means a tenth of the run, rounded up."""
     min_lr: float = 0.0
     decay_style: DecayStyle = "minus_sqrt"
 
@@ -167,7 +167,8 @@ class WSD(Scheduler):
 
     def after_warmup(self, step: int, peak: float, total_steps: int) -> float:
         length = self._length(total_steps)
-        return decayed(self.decay_style, max(step - (total_steps - length), 0), length, peak, self.min_lr)
+        began = total_steps - length
+        return peak if step < began else decayed(self.decay_style, step - began, length, peak, self.min_lr)
 
     def _length(self, total_steps: int) -> int:
         return math.ceil(total_steps / 10) if self.decay_steps is None else self.decay_steps

@@ -112,6 +112,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session")
+def collected(request: pytest.FixtureRequest) -> set[str]:
+    """Return the ids of all tests that the session has found, also of those that it does not run."""
+    return request.config.stash[COLLECTED]
+
+
+@pytest.fixture(scope="session")
 def megatron_ranks() -> "Ranks":
     """Return four ranks with Megatron."""
     from tests.ranks import Ranks

@@ -23,7 +23,7 @@ from components.adapters.target_modules import (
 )
 from components.contracts.errors import ConfigError, check_at_least_one
 from components.models import ModelSpec, WeightSource, named_shapes, nf4, stream_folder
-from components.models.experts import EXPERT_PARAM, moe_blocks, router_biases
+from components.models.experts import EXPERT_PARAM, is_fully_trained, moe_blocks
 from components.models.export.hf_file_names import file_names
 from components.models.initialize import seeded
 from components.models.mtp import mtp_layers
@@ -116,8 +116,7 @@ class LoRA:
         """
         if self.quantize is not None:
             self._check_quantized(model)
-        fixed = router_biases(model).values()  # these never require a gradient
-        if any(not p.requires_grad and all(p is not bias for bias in fixed) for p in model.parameters()):
+        if not is_fully_trained(model):
             raise ConfigError(
                 "model.freeze, model.train_only: an adapter freezes the whole model; leave them out, or use "
                 "adapter=none."

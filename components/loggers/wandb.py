@@ -33,6 +33,7 @@ class WandbLogger:
         )
         # The server accepts each step once; it already has the steps that a resumed run computes again.
         self._first_step = self._run.starting_step
+        self._resumed_at = start.step
         artifact = wandb.Artifact(f"run-{self._run.id}", type="run")
         for name in DOCUMENTS:
             if (start.folder / name).is_file():
@@ -40,9 +41,8 @@ class WandbLogger:
         self._run.log_artifact(artifact)
 
     def log(self, row: Row) -> None:
-        step = row["step"] or 0
         values = {key: value for key, value in row.items() if key != "step" and value is not None}
-        if step >= self._first_step:
+        if (step := self._accepted(int(row["step"] or 0))) is not None:
             self._run.log(values, step=step)
 
     def log_table(self, name: str, rows: Sequence[Mapping[str, str]], step: int) -> None:
@@ -50,8 +50,17 @@ class WandbLogger:
 
         columns = list(dict.fromkeys(key for row in rows for key in row))
         table = wandb.Table(columns=columns, data=[[row.get(key) for key in columns] for row in rows])
-        if step >= self._first_step:
-            self._run.log({name: table}, step=step)
+        if (place := self._accepted(step)) is not None:
+            self._run.log({name: table}, step=place)
+
+    def _accepted(self, step: int) -> int | None:
+        """Return the step with which the server accepts values of ``step``, or None if it has them.
+
+        The values of the step at which a run resumed are those of an evaluation that it owed.
+        """
+        if step == self._resumed_at:
+            return max(step, self._first_step)
+        return step if step >= self._first_step else None
 
     def finish(self, ending: RunResult) -> None:
         """Mark a stopped run as preempting, because it may be resumed, and a failed one as failed."""

@@ -40,6 +40,11 @@ class KTO(ReferenceOptions):
             raise ConfigError(f"stage.beta: must be a number above 0, got {self.beta}.")
         check_at_least_zero("stage", self, "desirable_weight", "undesirable_weight")
 
+    @property
+    def has_mismatched_answers(self) -> bool:
+        """Whether each step also needs the log-probabilities of mismatched answers."""
+        return self.loss == "kto"
+
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": sum(len(sequences_with_label(batch, label)) for label in (DESIRABLE, UNDESIRABLE))}
 
@@ -49,7 +54,7 @@ class KTO(ReferenceOptions):
     def prepare(self, microbatches: Sequence[Batch], engine: LossEngine) -> Sequence[Batch]:
         """Remove the mismatched answers; attach the reference's log-probabilities and the constant ``kl``."""
         with_reference = attach_reference(microbatches, engine, self.reference)
-        kl = self._kl(with_reference, engine) if self.loss == "kto" else 0.0
+        kl = self._kl(with_reference, engine) if self.has_mismatched_answers else 0.0
         answers = [batch.select(sequence_labels(batch) != KL_COMPLETION) for batch in with_reference]
         return [replace(batch, constants={**batch.constants, "kl": kl}) for batch in answers]
 
@@ -90,7 +95,7 @@ class KTO(ReferenceOptions):
             f"logps/{name}": (logps[side].sum(), len(side))
             for name, side in zip(("chosen", "rejected"), sides, strict=True)
         }
-        if self.loss == "kto":
+        if self.has_mismatched_answers:
             metrics["kl"] = log_ratio.new_full((), kl * count), count
         return LossOutput({"loss": loss}, metrics)
 

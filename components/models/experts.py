@@ -78,6 +78,12 @@ def router_biases(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if name.endswith(f".{BIAS}")}
 
 
+def is_fully_trained(model: nn.Module) -> bool:
+    """Return whether all parameters require a gradient, except for router biases, which never do."""
+    fixed = router_biases(model).values()
+    return all(p.requires_grad or any(p is bias for bias in fixed) for p in model.parameters())
+
+
 def number_of_experts(model: nn.Module) -> int:
     """Return the number of experts in each MoE layer, or 0 for a dense model."""
     return next((len(module) for module in model.modules() if isinstance(module, ExpertList)), 0)

@@ -231,6 +231,15 @@ def check_evaluate_only(has_eval: bool, hooks: Iterable[str]) -> None:
         )
 
 
+def check_steps(steps: int, available: int) -> None:
+    """Raise ConfigError if a proof or a rehearsal of ``steps`` exceeds the run, which has ``available``."""
+    if steps > available:
+        raise ConfigError(
+            f"preflight.steps: is {steps}, but the run has {available}; use preflight.steps={available}, or "
+            "raise run.max_steps or run.epochs."
+        )
+
+
 def check_length(num_steps: int, resume: Path | None) -> None:
     """Raise ConfigError if the resumed run has completed and has no steps left."""
     done = steps_done(resume)

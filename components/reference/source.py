@@ -39,11 +39,6 @@ class ReferenceSource:
         return "none" if self.choice == "precomputed" else self.choice
 
     @property
-    def forward_only_passes(self) -> int:
-        """Number of reference forward passes in a train step."""
-        return 0 if self.engine_mode == "none" else 1
-
-    @property
     def describe_init(self) -> str | None:
         """Origin of the reference weights, as text. None means that there is no reference."""
         if self.choice == "none":

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from components.checkpoint.async_save import HostCopy
 from components.checkpoint.flat_shard import FlatShard
 from components.contracts.configs import ModelConfig, OptimizerConfig, Prepared
@@ -33,6 +35,8 @@ class RehearsedRun:
     micro_batch_size: int
     hooks: Sequence[Hook]
     """Hooks that keep copies of the weights."""
+    has_ref_logps: bool
+    """Whether the batches of the run come with precomputed log-probabilities of the reference model."""
     observed: Callable[[Engine], HookRun]
     """Function that returns the run that hooks observe."""
 
@@ -71,7 +75,10 @@ def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, fl
         for step in range(steps):
             mode.count_anew()
             began = time.perf_counter()
-            batches = [batch.pin_memory() for batch in loader.microbatches(step)]
+            batches = loader.microbatches(step)
+            if run.has_ref_logps:
+                batches = [replace(batch, ref_logps=torch.zeros(batch.labels.shape)) for batch in batches]
+            batches = [batch.pin_memory() for batch in batches]
             mode.step = "reference"
             batches = list(run.loss.prepare(batches, engine))
             mode.step = "counts"

@@ -2,6 +2,7 @@
 
 import base64
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,9 @@ RENAMED = {
 OLD_NAMES = (
     (re.compile(r"/rewards_(chosen|rejected)$"), r"/rewards/\1"),
     (re.compile(r"/rewards_margin$"), "/rewards/margins"),
-    (re.compile(r"/accuracy$"), "/rewards/accuracies"),
     (re.compile(r"/(mtp_\d+)$"), r"/\1_loss"),
 )
+OLD_ACCURACY = (re.compile(r"/accuracy$"), "/rewards/accuracies")
 """Patterns of metric names before version 0.2.0, and their current names. ``RENAMED`` has further ones."""
 BLOCK_SIZE = 32 * 2**20
 """Minimum size in bytes of a block for the JSON parser. A file is parsed as one block, because a column may
@@ -82,7 +83,8 @@ def read_curves(path: Path, count: int) -> dict[str, Curve]:
         return {}
     options = arrow_json.ReadOptions(block_size=max(BLOCK_SIZE, len(data)))
     table = arrow_json.read_json(pa.BufferReader(data), read_options=options)
-    columns = {current_name(name): numbers(table.column(name)) for name in table.column_names}
+    names = current_names(table.column_names)
+    columns = {new: numbers(table.column(name)) for name, new in names.items()}
     if (steps := columns.pop("step", None)) is None:
         raise ValueError(f"{path.name} has no step")
     if (np.diff(steps) < 0).any():
@@ -98,11 +100,16 @@ def read_curves(path: Path, count: int) -> dict[str, Curve]:
     }
 
 
-def current_name(key: str) -> str:
-    """Return the current name of a metric."""
-    for old, new in OLD_NAMES:
-        key = old.sub(new, key)
-    return RENAMED.get(key, key)
+def current_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the current name of each metric of a run.
+
+    ``accuracy`` is an old name if it is that of a preference loss, which also had ``rewards_chosen``.
+    """
+    found = {name: RENAMED.get(name, name) for name in names}
+    of_pairs = any(name.endswith("/rewards_chosen") for name in found)
+    for old, new in (*OLD_NAMES, *([OLD_ACCURACY] if of_pairs else [])):
+        found = {name: old.sub(new, current) for name, current in found.items()}
+    return found
 
 
 def numbers(column: pa.ChunkedArray) -> Floats | None:

@@ -14,7 +14,7 @@ import yaml
 from components.contracts.json_types import Json
 from components.contracts.status import current_status
 from components.json_text import as_type, parse_json
-from components.report.curves import Curve, current_name, read_curves
+from components.report.curves import Curve, current_names, read_curves
 from components.yaml_text import parse_yaml
 
 T = TypeVar("T")
@@ -118,7 +118,8 @@ class RunPage:
     def results(self) -> dict[str, float]:
         """Last value of each metric, from its curve or else from run.json."""
         kept = (self.facts.get("results") or {}).get("last", {})
-        found = {current_name(key): value for key, value in kept.items()}
+        names = current_names(kept)
+        found = {names[key]: value for key, value in kept.items()}
         ended = found.get("step", 0.0)  # the logger may have written no later rows than these
         found |= {key: curve.last for key, curve in self.curves.items() if curve.last_step >= ended}
         if self.diverged:  # an older evaluation is not the result

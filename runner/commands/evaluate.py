@@ -22,6 +22,7 @@ from components.home import expand_home
 from runner import cli
 from runner.commands.arguments import first_line, trusted_modules
 from runner.config.sources import is_trusted, name_of
+from runner.launch.run_dir import read_run_config
 from runner.launch.run_record import RunRecord
 
 _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep", "hook")
@@ -30,6 +31,12 @@ _DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
 """Keys that name data sets, which only the option ``data=llamafactory`` has."""
 _CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")
 ADAPTER_CONFIG = "adapter_config.json"
+_ONLY = (
+    *("run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0"),
+    # An experiment may choose these.
+    *("hook=[]", "checkpoint.keep_best=null", "early_stopping.metric=null"),
+)
+"""Overrides of every evaluation."""
 _TRAINING = (
     *("run.eval_every", "run.eval_every_epochs", "run.max_time"),
     *("run.max_restarts", "run.trial_step", "run.export"),
@@ -61,8 +68,7 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
         known = [word for word in known if not name_of(word).startswith("stage.")]
     if {"data.eval", "data"} & {*map(name_of, given)} == {"data.eval"} and "data=llamafactory" in known:
         known = [word for word in known if word != "data=llamafactory" and name_of(word) not in _DATASETS]
-    only = ["run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0"]
-    words = [*known, *only, *evaluated_data(known, given), *given]
+    words = [*known, *_ONLY, *evaluated_data(known, given), *given]
     return list({name_of(word): word for word in words}.values())  # of each key the last one
 
 
@@ -102,6 +108,8 @@ def recorded(folder: Path) -> list[str]:
         if name_of(word).split(".")[0] not in _LEFT_OUT and name_of(word) not in _TRAINING
     ]
     initial = [word for word in RunRecord.read(run).overrides if name_of(word) == "checkpoint.init_from"]
+    if initial:  # it may name a run, whose newest checkpoint is another one now; the config has the folder
+        initial = [f"checkpoint.init_from={read_run_config(run)['checkpoint']['init_from']}"]
     name = f"run.name=evaluate_{run.resolve().parent.name}"  # not among the trained runs
     return [*own, *initial, name, f"checkpoint.resume={folder}", "checkpoint.allow_mismatch=true"]
 

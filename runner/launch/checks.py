@@ -93,7 +93,8 @@ class RunPreparation:
         if data.streamed:
             save_every_epochs = experiment.checkpoint.save_every_epochs
             checks.check_stream(run.eval_every_epochs, save_every_epochs, self.reference.choice)
-        experiment.scheduler.check(peak=experiment.optimizer.lr, total_steps=data.num_steps)
+        if not run.evaluate_only:
+            experiment.scheduler.check(peak=experiment.optimizer.lr, total_steps=data.num_steps)
         identity = self.identity(model, data)
         own = begun_by_this_job(Path(run.output_dir, run.name), self.command, os.environ)
         resume = self.resume_point(own, identity, data)

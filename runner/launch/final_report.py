@@ -75,7 +75,7 @@ def evaluation_facts(results: Results, stage: Loss) -> dict[str, str]:
     found = {key: value for key, value in results.last.items() if key.startswith("eval/")}
     found["eval/loss"] = results.final_loss()
     if stage.kind in ("text", "chat") and getattr(stage, "normalize", "token") == "token":
-        loss = found["eval/loss"]
+        loss = found.get("eval/nll", found["eval/loss"])  # the loss may have further terms
         found["eval/perplexity"] = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
     return {f"{key} ": f"{value:.6g}" for key, value in sorted(found.items())}
 

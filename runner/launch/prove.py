@@ -10,6 +10,7 @@ import torch
 from components.contracts.errors import ConfigError, TrainingError
 from components.contracts.json_types import Config, Json
 from components.contracts.parallelism import ParallelismSpec
+from components.preflight.checks import check_steps
 from components.preflight.forecast_report import tabulate
 from components.proof.small_experiment import small_adapter, small_data, small_model
 from components.proof.small_layout import SIZES, STAGES, resized, size_names, small_layouts
@@ -42,12 +43,7 @@ def print_proof(launch: RunPreparation) -> float:
     composed = replace(small.experiment, model=launch.experiment.model)  # the small one has no tokenizer
     with log_to(None, launch.console):
         prepared = replace(small, experiment=composed).prepare_data()
-    steps = launch.experiment.preflight.num_steps
-    if prepared.num_steps < steps:
-        raise ConfigError(
-            f"preflight.steps: the proof takes {steps}, and the run has {prepared.num_steps}; use "
-            f"preflight.steps={prepared.num_steps}, or raise run.max_steps or run.epochs."
-        )
+    check_steps(launch.experiment.preflight.num_steps, prepared.num_steps)
     data = prepared.to_json()
     folder = small.preflight_folder()
     one = replace(small.experiment, parallelism=ONE_PROCESS)

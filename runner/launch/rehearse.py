@@ -7,6 +7,7 @@ from pathlib import Path
 
 from components.contracts.errors import ConfigError, TrainingError
 from components.contracts.json_types import Json
+from components.preflight.checks import check_steps
 from components.preflight.engine_layouts import mesh_info
 from components.preflight.forecast_report import Report, survey
 from components.preflight.formatting import as_size
@@ -22,12 +23,14 @@ def print_rehearsal(launch: RunPreparation, found: PreparedRun) -> float:
     """Rehearse one rank, and print and save the record; return NaN, because there is no loss.
 
     Raises:
-        ConfigError: if the rank needs more memory than its device has, or the machine has no C++ compiler.
+        ConfigError: if the rank needs more memory than its device has, the machine has no C++ compiler, or
+            the run has fewer steps than the rehearsal.
         TrainingError: if the engine fails in the rehearsal, or would fail in a kernel.
     """
     case, experiment = found.candidate, launch.experiment
     assert case is not None, "preflight.check_forecast has refused it"
     ahead, console = experiment.preflight, launch.console
+    check_steps(ahead.num_steps, found.data.num_steps)
     stage = stages(case)
     rank = stage.index(case.peak.stage) if ahead.rank is None else ahead.rank
     library = build_guard(experiment.data.cache() / "rehearsal")

@@ -23,7 +23,13 @@ from components.contracts.json_types import Config
 from components.loggers import CompositeLogger, RunInfo
 from components.loggers.console import Terminal, terminal
 from components.preflight.checks import steps_done
-from components.preflight.estimates.flops import matmul_sizes, peak_flops, peak_name, step_flops
+from components.preflight.estimates.flops import (
+    matmul_sizes,
+    passes_without_gradient,
+    peak_flops,
+    peak_name,
+    step_flops,
+)
 from components.rank_info import RankInfo
 from components.reference.precompute import precompute
 from components.reference.source import resolve_reference
@@ -360,7 +366,9 @@ def reporter(
     """Build the reporter, which prints and logs only with a ``console``; only rank 0 has one."""
     sizes = matmul_sizes(experiment.model.meta_model, adapted=experiment.adapter is not None)
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
-    flops = partial(step_flops, sizes, forward_only_passes=source.forward_only_passes)
+    reference = None if source.engine_mode == "none" else matmul_sizes(source.model.meta_model)
+    passes = passes_without_gradient(experiment.stage, sizes, reference)
+    flops = partial(step_flops, sizes, forward_only=passes)
     report = MetricsReporter(experiment.run.log_every, flops, None, engine.max_over_ranks)
     if console is not None:
         begun = RunInfo(folder, config, record.to_json(), steps_done(record.checkpoint))

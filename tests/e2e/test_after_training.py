@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import shlex
 import shutil
@@ -42,9 +43,12 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(tmp_path_factory: pytest.TempPathFactory, chats: Path, *more: str) -> Path:
+    return trained_on(tmp_path_factory.mktemp("runs"), chats, *more)
+
+
+def trained_on(folder: Path, chats: Path, *more: str) -> Path:
     data = ("data=files", f"data.train={chats}", "data.eval_fraction=0.2")
     varied = "model.architecture.initializer_range=0.3"  # so that different prompts get different answers
-    folder = tmp_path_factory.mktemp("runs")
     return run_here(folder, *SMALL, *data, varied, "run.final_sample_tokens=0", *more)
 
 
@@ -123,6 +127,20 @@ def test_another_stage(tmp_path: Path, chats: Path, capsys: pytest.CaptureFixtur
     assert "eval/perplexity" in capsys.readouterr().out
     evaluated(tmp_path / "c", f"checkpoint={run}", *data, "stage.normalize=sequence")
     assert "eval/perplexity" not in capsys.readouterr().out
+
+
+def test_the_schedule_of_the_run_is_not_that_of_its_evaluation(
+    tmp_path: Path, chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of few steps is evaluated, and the perplexity is that of the likelihood."""
+    whole = ("run.max_steps=null", "run.epochs=1", "scheduler.warmup_steps=4", "stage.label_smoothing=0.1")
+    run = trained_on(tmp_path / "run", chats, *whole, "run.export=false")
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(chats.read_text().splitlines(keepends=True)[:9]))
+    capsys.readouterr()
+    found = evaluated(tmp_path / "a", f"checkpoint={run}", f"data.eval={few}")
+    assert found["eval/nll"] < found["eval/loss"]
+    assert f"{math.exp(found['eval/nll']):.6g}" in capsys.readouterr().out
 
 
 def test_another_layout_and_other_data(tmp_path: Path, pipelined: Path, chats: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_failing_rank_is_told_with_its_traceback(tmp_path: Path) -> None:
         # The small model would have two key-value heads.
         (["parallelism=tp2", *HEADS], "parallelism.tp"),
         (["preflight.shrink.layers=0"], "preflight.shrink.layers"),
-        (["run.max_steps=2"], "preflight.steps: the proof takes 3, and the run has 2"),
+        (["run.max_steps=2"], "preflight.steps: is 3, but the run has 2"),
     ],
 )
 def test_refused(

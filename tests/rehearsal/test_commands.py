@@ -36,6 +36,7 @@ def test_a_rehearsal_in_its_own_process(tmp_path: Path, capfd: pytest.CaptureFix
         (["preflight.rank=4", "parallelism=tp2pp2"], "preflight.rank"),
         (["preflight.rank=-1"], "preflight.rank"),
         (["run.device=cpu"], "run.device"),
+        (["run.max_steps=1"], "preflight.steps: is 2, but the run has 1"),
         (["preflight.device_memory=1MiB"], "preflight.device_memory"),
     ],
 )

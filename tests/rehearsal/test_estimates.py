@@ -79,6 +79,15 @@ LARGE = {
         "parallelism.distributed_optimizer=true",
         "model.mtp.num_layers=2",
     ],
+    "1b predicting later tokens in a pipeline": [
+        *FOUR_LAYERS,
+        "stage=pt",
+        "parallelism=pp2",
+        "parallelism.dp=4",
+        "parallelism.distributed_optimizer=true",
+        "model.mtp.num_layers=1",
+        "model.architecture.tie_word_embeddings=false",
+    ],
     "8b in part": [
         *EIGHT_LAYERS,
         "parallelism=fsdp2",

@@ -31,6 +31,7 @@ FSDP2 = {
     "pt": ["parallelism=fsdp2", "stage=pt"],
     "kto": ["parallelism=fsdp2", "stage=kto"],
     "orpo": ["parallelism=fsdp2", "stage=orpo"],
+    "precomputed": ["parallelism=fsdp2", "stage=dpo", "stage.reference=precomputed"],
     "ld dpo": ["parallelism=single", "stage=dpo", "stage.ld_alpha=0.5"],
     "tr-dpo": ["parallelism=fsdp2_tp2", "stage=dpo", "stage.sync_reference_every=1", "stage.wpo=true"],
     "neftune": ["parallelism=fsdp2_cp2", "model.neftune_alpha=5.0"],

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import COLLECTED
-
 TESTS = Path(__file__).parents[1]
 NAMES = (TESTS / "slow.txt").read_text().splitlines()
 
@@ -21,12 +19,11 @@ def test_every_name_is_a_test() -> None:
         assert rest.partition("[")[0] in functions(TESTS.parent / file), name
 
 
-def test_every_row_is_a_test(request: pytest.FixtureRequest) -> None:
+def test_every_row_is_a_test(request: pytest.FixtureRequest, collected: set[str]) -> None:
     """Every row names a test that this session has collected."""
     if [Path(word).resolve() for word in request.config.args] != [TESTS]:
         pytest.skip("the session does not collect all tests")
-    found = request.config.stash[COLLECTED]
-    known = found | {name.partition("[")[0] for name in found}
+    known = collected | {name.partition("[")[0] for name in collected}
     assert not [name for name in NAMES if name not in known]
 
 

@@ -1,6 +1,7 @@
 """FLOPs of a train step and peak FLOP/s of a device, for the MFU."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from components.contracts.data import BatchStats
+from components.contracts.loss import Loss
 from components.models.attention_shape import attention_shape
 from components.models.experts import EXPERT_PARAM, share_of_experts
 from components.models.mtp import num_mtp_layers
@@ -77,7 +79,7 @@ def train_flops(
     num_tokens: int,
     num_labels: int,
     sum_squared_seqlens: float,
-    forward_only_passes: int = 0,
+    forward_only: Sequence[MatmulSizes] = (),
 ) -> float:
     """Return the FLOPs that the matrix products of one training step need, forward and backward.
 
@@ -88,25 +90,39 @@ def train_flops(
 
     Args:
         sum_squared_seqlens: Sum of squared lengths over the sequences of the step, packed or not.
-        forward_only_passes: Number of passes without gradient over the same tokens, 1 for a reference model.
+        forward_only: Sizes of the model of each pass without gradient over as many tokens.
     """
-    pairs = sum(
-        width * min(sum_squared_seqlens / 2, window * num_tokens) for width, window in sizes.attention
-    )
-    # Query times key and weight times value: two products with 2 FLOPs per pair and channel.
-    forward = 2 * sizes.linear * num_tokens + 2 * sizes.head * num_labels + 4 * pairs
+
+    def forward(of: MatmulSizes) -> float:
+        pairs = sum(
+            width * min(sum_squared_seqlens / 2, window * num_tokens) for width, window in of.attention
+        )
+        # Query times key and weight times value: two products with 2 FLOPs per pair and channel.
+        return 2 * of.linear * num_tokens + 2 * of.head * num_labels + 4 * pairs
+
     unneeded = 2 * sizes.frozen_linear * num_tokens + 2 * sizes.frozen_head * num_labels
-    return forward * (3 + forward_only_passes) - unneeded
+    return 3 * forward(sizes) + sum(map(forward, forward_only)) - unneeded
 
 
-def step_flops(sizes: MatmulSizes, stats: BatchStats, forward_only_passes: int = 0) -> float:
+def passes_without_gradient(
+    loss: Loss, policy: MatmulSizes, reference: MatmulSizes | None
+) -> list[MatmulSizes]:
+    """Return the ``forward_only`` of ``train_flops`` for a step with ``loss``.
+
+    The mismatched answers of KTO pass both models. They are those of other records, in the mean as long.
+    """
+    passes = [] if reference is None else [reference]
+    return [*passes, policy, *passes] if getattr(loss, "has_mismatched_answers", False) else passes
+
+
+def step_flops(sizes: MatmulSizes, stats: BatchStats, forward_only: Sequence[MatmulSizes] = ()) -> float:
     """Return the ``train_flops`` of a global batch."""
     return train_flops(
         sizes,
         num_tokens=stats.num_computed_tokens,
         num_labels=stats.num_labels,
         sum_squared_seqlens=stats.sum_squared_seqlens,
-        forward_only_passes=forward_only_passes,
+        forward_only=forward_only,
     )
 
 

@@ -367,7 +367,8 @@ def stage_parameters(
     """Return the parameters of the layers of a rank, and those of its embedding, last norm and head."""
     found = parameters(model, cuts, adapter)
     ends = {"E": ("model.embed_tokens.",), "L": ("model.norm.", "lm_head.", "score.")}
-    if ties_embedding(model) and "E" not in chunks:
+    embeds_again = mtp.num_mtp_layers(model.config) > 0  # MTP layers embed the following tokens
+    if "E" not in chunks and (ties_embedding(model) or embeds_again):
         ends["L"] += ends["E"]
     names = tuple(name for what, names in ends.items() if what in chunks for name in names)
     share = [p for p in found if p.name.startswith(names)]

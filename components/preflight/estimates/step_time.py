@@ -7,11 +7,16 @@ from statistics import fmean
 from components.engines.fsdp2.float8 import float8_linears
 from components.engines.fsdp2.parallelize import block_prefixes
 from components.models.attention_shape import attention_shape
-from components.models.experts import moe_blocks, share_of_experts
+from components.models.experts import BIAS, moe_blocks, share_of_experts
 from components.models.mtp import num_mtp_layers
 from components.preflight.engine_layouts import comm_cost, has_owners, mesh_info
 from components.preflight.estimates.device_specs import HOST, Device
-from components.preflight.estimates.flops import MatmulSizes, matmul_sizes, step_flops
+from components.preflight.estimates.flops import (
+    MatmulSizes,
+    matmul_sizes,
+    passes_without_gradient,
+    step_flops,
+)
 from components.preflight.estimates.parameter_counts import census
 from components.preflight.estimates.quantities import CommInputs, ModelSize
 from components.preflight.estimates.workload import first_steps
@@ -26,7 +31,8 @@ def parameter_counts(case: Candidate) -> dict[str, int]:
     found = census(case.model, case.adapter)
     idle = (1 - share_of_experts(case.model)) * sum(p.numel for p in found if p.of_experts)
     total = sum(p.numel for p in found)
-    trained = sum(p.numel for p in found if p.trained)
+    moved = BIAS if case.adapter is None else ()  # router biases have no gradient, but training changes them
+    trained = sum(p.numel for p in found if p.trained or p.name.endswith(moved))
     return {"total": total, "trainable": trained, "active": total - round(idle)}
 
 
@@ -77,11 +83,12 @@ class StepWork:
 def step_work(case: Candidate) -> StepWork:
     """Return the mean sizes and FLOPs of the first steps of the run.
 
-    ``flops`` are those that ``perf/mfu`` counts, including the forward pass of a reference model.
+    ``flops`` are those that ``perf/mfu`` counts, including the passes without gradient.
     """
     sizes = matmul_sizes(case.model, adapted=case.adapter is not None)
     steps = first_steps(case.data)
-    passes = 0 if case.reference == "none" else 1
+    reference = None if case.reference == "none" else matmul_sizes(case.reference_model or case.model)
+    passes = passes_without_gradient(case.loss, sizes, reference)
     unfrozen = replace(sizes, frozen_linear=0.0, frozen_head=0.0)
     attention = MatmulSizes(0.0, 0.0, sizes.attention)
     return StepWork(

@@ -9,6 +9,7 @@ from components.adapters import LoRA
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
 from components.engines.fsdp2 import FSDP2
+from components.models.experts import is_fully_trained
 from components.preflight.engine_layouts import memory_savers
 from components.preflight.estimates.step_time import StepWork, step_time, step_work
 from components.preflight.formatting import as_size
@@ -139,14 +140,14 @@ def candidates(change: Variation) -> Iterator[Variation]:
             continue
         yield change.vary(relaid, layout_overrides(relaid, keys))
     synced = getattr(case.loss, "sync_reference_every", 0) > 0  # needs a frozen reference and no adapter
-    if case.reference == "frozen" and case.loss.kind != "text" and not synced:
+    if case.reference == "frozen" and case.loss.kind != "text" and not (synced or case.data.streamed):
         yield change.vary(replace(case, reference="none"), {"stage.reference": "precomputed"})
     if case.dtype == torch.float32:
         yield change.vary(replace(case, dtype=torch.bfloat16), {"run.dtype": "bf16"}, alters=True)
     if case.max_length // case.cut > SHORTEST:
         shorter = {"data.max_length": case.max_length // (2 * case.cut)}
         yield change.vary(replace(case, cut=2 * case.cut), shorter, alters=True)
-    if case.adapter is None and not synced and all(p.requires_grad for p in case.model.parameters()):
+    if case.adapter is None and not synced and is_fully_trained(case.model):
         adapted = replace(case, adapter=LoRA())
         if case.reference == "frozen" and case.reference_model is None:
             adapted = replace(adapted, reference="adapter_off")

@@ -104,6 +104,13 @@ def test_equals_megatron_also_past_the_end(
     assert ours(scheduler, STEPS + 20) == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
+def test_without_a_decay_the_rate_stays() -> None:
+    """The first part of a run that other runs continue with a decay."""
+    scheduler = WSD(2, decay_steps=0)
+    scheduler.check(peak=PEAK, total_steps=STEPS)
+    assert ours(scheduler) == pytest.approx(ours(Constant(2)))
+
+
 def test_the_default_floor_of_cosine_min_lr_is_a_tenth_of_the_peak() -> None:
     assert CosineMinLR().lr(STEPS, peak=PEAK, total_steps=STEPS) == pytest.approx(PEAK / 10)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -160,6 +161,20 @@ def test_tensorboard_goes_on_after_the_checkpoint(run_dir: Path) -> None:
     second.log({"step": 2, "train/loss": 2.0})
     second.finish(DONE)
     assert scalars(run_dir / "tensorboard")["train/loss"] == [(1, 11.0), (2, 2.0)]
+
+
+def test_an_owed_evaluation_reaches_the_server(run_dir: Path) -> None:
+    """A run that resumes at step 4 evaluates there; the server has its training row already."""
+    with mock.patch("wandb.init") as init:
+        run = init.return_value
+        run.id, run.starting_step = "abc", 5
+        logger = Wandb().open(RunInfo(run_dir, CONFIG, step=4))
+    logger.log({"step": 4, "eval/loss": 2.0})
+    logger.log({"step": 3, "train/loss": 3.0})
+    logger.log_table("samples", TABLE, 4)
+    logger.log({"step": 5, "train/loss": 1.0})
+    logged = [(list(call.args[0]), call.kwargs["step"]) for call in run.log.call_args_list]
+    assert logged == [(["eval/loss"], 5), (["samples"], 5), (["train/loss"], 5)]
 
 
 WANDB_RUN = """

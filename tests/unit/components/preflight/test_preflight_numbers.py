@@ -64,6 +64,13 @@ VECTORS = LAYERS * (2 * HIDDEN + 2 * 16) + HIDDEN
 """The norms: two per block, those of queries and keys, and one at the end."""
 
 
+def test_router_biases_are_trained_without_gradients(folder: Path) -> None:
+    deepseek = case(folder, "model=deepseek_tiny", small=["data.max_length=128"])
+    counts = parameter_counts(deepseek)
+    assert counts["trainable"] == counts["total"]
+    assert model_size(deepseek).all_trained
+
+
 def test_parameters(folder: Path) -> None:
     total = MATRICES + VECTORS + WORDS * HIDDEN  # tied
     assert parameter_counts(case(folder)) == {"total": total, "trainable": total, "active": total}

@@ -42,23 +42,22 @@ SYNCED = dpo(sync_reference_every=2)
 
 
 @pytest.mark.parametrize(
-    ("options", "adapter", "choice", "passes"),
+    ("options", "adapter", "choice"),
     [
-        ({}, None, "frozen", 1),
-        ({}, Adapter(), "adapter_off", 1),
-        ({}, Adapter(["lm_head"]), "frozen", 1),
-        ({"reference_path": "/other"}, Adapter(), "frozen", 1),
-        ({"reference": "frozen"}, Adapter(), "frozen", 1),
-        ({"reference": "adapter_off"}, Adapter(path="/adapter"), "adapter_off", 1),
-        ({"reference": "precomputed"}, Adapter(["lm_head"]), "precomputed", 0),
-        ({"reference": "none"}, None, "none", 0),
+        ({}, None, "frozen"),
+        ({}, Adapter(), "adapter_off"),
+        ({}, Adapter(["lm_head"]), "frozen"),
+        ({"reference_path": "/other"}, Adapter(), "frozen"),
+        ({"reference": "frozen"}, Adapter(), "frozen"),
+        ({"reference": "adapter_off"}, Adapter(path="/adapter"), "adapter_off"),
+        ({"reference": "precomputed"}, Adapter(["lm_head"]), "precomputed"),
+        ({"reference": "none"}, None, "none"),
     ],
 )
-def test_what_it_comes_to(options: dict[str, Any], adapter: Any, choice: str, passes: int) -> None:
+def test_what_it_comes_to(options: dict[str, Any], adapter: Any, choice: str) -> None:
     source = resolve_reference(dpo(**options), model(), adapter)
     assert source.choice == choice
     assert source.engine_mode == ("none" if choice == "precomputed" else choice)
-    assert source.forward_only_passes == passes
 
 
 def test_a_model_without_vectors_may_be_asked_too() -> None:

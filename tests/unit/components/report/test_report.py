@@ -84,6 +84,8 @@ def test_names_of_older_runs_are_those_of_today(tmp_path: Path) -> None:
     rows = [{"step": 1} | dict.fromkeys(names, 1.0) for names in (old, new)]
     first, second = (read_curves(write_rows(tmp_path / "m.jsonl", row), 9) for row in rows)
     assert first.keys() == second.keys() == {*new}
+    of_rewards = {"step": 1, "eval/rewards/chosen": 1.0, "eval/accuracy": 1.0}
+    assert "eval/accuracy" in read_curves(write_rows(tmp_path / "m.jsonl", of_rewards), 9)
 
 
 def test_statuses_of_older_runs_are_those_of_today(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,8 @@ import pytest
 from components.contracts.errors import ConfigError
 from runner.commands.evaluate import evaluation
 from runner.launch.run_record import RunRecord
+
+STEP_4 = "/outputs/base/1/checkpoints/step_4"
 
 
 def test_a_file_replaces_the_data_sets_of_a_run(tmp_path: Path) -> None:
@@ -30,6 +33,18 @@ def test_options_of_the_training_data_are_not_taken_over(tmp_path: Path) -> None
     hub = evaluation([f"checkpoint={tmp_path}", "data.eval=hub:x", "data.eval_split=dev"])
     assert "data.stopping_strategy=first_exhausted" in hub
     assert not {"data.split=null", "data.eval_split=null"} & {*hub}
+
+
+def test_an_evaluation_begins_as_the_run_did(tmp_path: Path) -> None:
+    """The override may name a folder of runs, of which another one is the newest now."""
+    RunRecord(overrides=["checkpoint.init_from=outputs/base", "hook=ema"]).write(tmp_path)
+    config = {"run": {}, "model": {}, "adapter": {}, "checkpoint": {"init_from": STEP_4}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    words = evaluation([f"checkpoint={tmp_path}"])
+    assert f"checkpoint.init_from={STEP_4}" in words
+    assert "checkpoint.init_from=outputs/base" not in words
+    assert "hook=[]" in words
+    assert "hook=ema" not in words
 
 
 def test_an_adapter_brings_its_tokenizer(tmp_path: Path) -> None:

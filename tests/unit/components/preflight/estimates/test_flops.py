@@ -8,10 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import components.preflight.estimates.flops
+from components.losses import DPO, KTO
 from components.preflight.estimates.flops import (
     data_sheet_peak,
     matmul_sizes,
     measure_peak,
+    passes_without_gradient,
     peak_flops,
     peak_name,
     train_flops,
@@ -71,18 +73,23 @@ def test_packing_costs_what_its_sequences_cost() -> None:
     assert whole - packed == 3 * 3 * 32 * 2 * (64**2 - 4 * 16**2)  # passes, layers, width, flops
 
 
+def test_passes_without_gradient_count_with_the_sizes_of_their_model() -> None:
+    policy, reference = (matmul_sizes(build(FAMILIES[name])) for name in ("tied", "untied"))
+    settings = {"num_tokens": 64, "num_labels": 32, "sum_squared_seqlens": 4 * 16**2}
+    own, other = (train_flops(sizes, **settings) for sizes in (policy, reference))
+    for loss, passes in ((DPO(), 0), (KTO(loss="apo_zero_unpaired"), 0), (KTO(), 1)):
+        without = train_flops(policy, forward_only=passes_without_gradient(loss, policy, None), **settings)
+        assert without == pytest.approx(own * (1 + passes / 3))
+        both = passes_without_gradient(loss, policy, reference)
+        found = train_flops(policy, forward_only=both, **settings)
+        assert found == pytest.approx(without + (1 + passes) * other / 3)
+
+
 def test_the_head_counts_where_there_are_labels() -> None:
     sizes = matmul_sizes(build(FAMILIES["tied"]))
     settings = {"num_tokens": 10, "sum_squared_seqlens": 100}
     difference = train_flops(sizes, num_labels=10, **settings) - train_flops(sizes, num_labels=4, **settings)
     assert difference == 6 * 6 * 96 * 32
-
-
-def test_a_reference_pass_adds_a_third() -> None:
-    sizes = matmul_sizes(build(FAMILIES["tied"]))
-    settings: dict[str, Any] = {"num_tokens": 10, "num_labels": 4, "sum_squared_seqlens": 100}
-    once = train_flops(sizes, **settings)
-    assert train_flops(sizes, forward_only_passes=1, **settings) == pytest.approx(once * 4 / 3)
 
 
 def test_a_sliding_window_bounds_the_pairs() -> None:
