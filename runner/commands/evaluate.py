@@ -27,6 +27,8 @@ from runner.launch.run_record import RunRecord
 
 _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep", "hook")
 """Groups of the run's overrides that an evaluation leaves out."""
+_DATA = ("data", "experiment", "data.train", "data.eval", "data.sources")
+"""Keys of which one selects the data."""
 _DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
 """Keys that name data sets, which only the option ``data=llamafactory`` has."""
 _CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")
@@ -58,8 +60,10 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
     folder = Path(expand_home("checkpoint", named[0]))
     if (folder / ADAPTER_CONFIG).is_file():
         known = on_its_base(folder, given)
+        check_data(folder, given)
     elif (folder / "config.json").is_file():
         known = ["model=hf", f"model.path={folder}"]
+        check_data(folder, given)
     else:
         known = recorded(folder)
         check_code(known, arguments)
@@ -70,6 +74,15 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
         known = [word for word in known if word != "data=llamafactory" and name_of(word) not in _DATASETS]
     words = [*known, *_ONLY, *evaluated_data(known, given), *given]
     return list({name_of(word): word for word in words}.values())  # of each key the last one
+
+
+def check_data(folder: Path, given: Sequence[str]) -> None:
+    """Raise ConfigError if nothing says on which data the model in ``folder`` is evaluated."""
+    if not {*_DATA, *_DATASETS} & {*map(name_of, given)}:
+        raise ConfigError(
+            f"data.eval: {folder} does not record on which data it is evaluated; give data.eval=FILE, or "
+            "data=demo for the embedded text."
+        )
 
 
 def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:

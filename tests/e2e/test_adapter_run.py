@@ -184,7 +184,7 @@ def test_a_base_in_4_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     finer = AutoModelForCausalLM.from_pretrained(run / "export")(ids).logits
     assert not torch.allclose(finer, expected, atol=100 * bound)
 
-    assert "adapter=qlora" in evaluation([f"checkpoint={run / 'export'}"])
+    assert "adapter=qlora" in evaluation([f"checkpoint={run / 'export'}", "data=demo"])
 
     half = f"checkpoint.resume={run / 'checkpoints' / 'step_00000002'}"
     rest = (*QLORA, half, "run.export=false")

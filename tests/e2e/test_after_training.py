@@ -175,7 +175,10 @@ def test_an_adapter_that_names_no_base_model(tmp_path: Path, adapted: Path) -> N
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
     with pytest.raises(ConfigError, match=r"names no base model .* add model\.path=DIR"):
         evaluation([f"checkpoint={tmp_path}/lora"])
-    assert "model.path=base" in evaluation([f"checkpoint={tmp_path}/lora", "model.path=base"])
+    named = [f"checkpoint={tmp_path}/lora", "model.path=base"]
+    with pytest.raises(ConfigError, match=r"data\.eval: .*lora does not record on which data"):
+        evaluation(named)
+    assert "model.path=base" in evaluation([*named, "data=demo"])
 
 
 @pytest.mark.parametrize(

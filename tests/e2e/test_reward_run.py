@@ -64,7 +64,7 @@ def test_a_run_reports_rewards(run: Path) -> None:
 def test_the_run_is_evaluated_and_so_is_its_export(tmp_path: Path, run: Path) -> None:
     own = metrics(run)
     assert evaluated(tmp_path / "run", f"checkpoint={run}") == own
-    options = ("stage=rm", "data.max_length=128")
+    options = ("stage=rm", "data=demo", "data.max_length=128")
     exported = evaluated(tmp_path / "export", f"checkpoint={run / 'export'}", *options)
     assert exported == pytest.approx(own, rel=1e-5)
 
@@ -100,7 +100,7 @@ def test_an_adapter_has_the_whole_head(tmp_path: Path, adapted: Path) -> None:
 
 
 def test_the_adapter_is_evaluated(tmp_path: Path, adapted: Path) -> None:
-    options = ("stage=rm", "data.max_length=128")
+    options = ("stage=rm", "data=demo", "data.max_length=128")
     found = evaluated(tmp_path, f"checkpoint={adapted / 'export'}", *options)
     assert found == pytest.approx(metrics(adapted), rel=1e-5)
 
