@@ -10,8 +10,7 @@ from pathlib import Path
 from components.contracts.errors import ConfigError
 from components.contracts.status import RunStatus
 from runner.cli import application, as_mistake, execute, with_home
-from runner.commands.import_config import hydra_value
-from runner.config.command_line import is_sweep
+from runner.config.command_line import hydra_value, is_sweep
 from runner.config.unknown_keys import check_long_options
 from runner.launch.cuda_env import set_cuda_defaults
 from runner.launch.run_dir import read_run_config

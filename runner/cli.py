@@ -281,7 +281,14 @@ def decode_environment(config: DictConfig) -> None:
     defaults = dict(leaves(default_config())) if found else {}
     for key in found:
         if not isinstance(defaults.get(key), str):
-            OmegaConf.update(config, key, yaml.safe_load(str(OmegaConf.select(config, key))))
+            OmegaConf.update(config, key, parse_value(str(OmegaConf.select(config, key))))
+
+
+def parse_value(text: str) -> object:
+    """Parse text as YAML, and ``1e-5``, which YAML reads as text, as a number, as Hydra does."""
+    value = yaml.safe_load(text)
+    is_number = isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value)
+    return float(text) if is_number else value
 
 
 def expand_homes(key: str, node: object) -> object:

@@ -283,9 +283,10 @@ class Data(ABC):
         parts = self._mixed(parts, kept & ~held, encoder.kind)
         train = split_of(parts, kept & ~held, self.shuffle)
         if not train.selected.any():
+            remedy = "lower it" if kept.sum() > 1 else "leave it out, or give more samples"
             raise ConfigError(
                 f"data.eval_fraction: {self.held_out_fraction()} of {int(kept.sum())} sample(s) leaves none "
-                "to train on; lower it."
+                f"to train on; {remedy}."
             )
         if not held.any():
             return train, None

@@ -131,6 +131,8 @@ class FilesData(RecordsData):
         if (self.train is None) == (self.sources is None):
             have = "both are given" if self.train is not None else "both are null"
             raise ConfigError(f"data.train, data.sources: {have}; give one of them, as data.train=PATH.")
+        if self.eval == "":
+            raise ConfigError("data.eval: is empty; give a path, or leave it out.")
         if (self.eval or self.eval_split) and self.eval_fraction:
             raise ConfigError("data.eval_fraction: is not read if data.eval names a file; remove one.")
         if self.sources == []:

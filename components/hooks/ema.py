@@ -69,11 +69,13 @@ class EMA(Hook):
         assert isinstance(run.adapter, LoRA | None)
         folder, kind = run.folder / "ema", f"hook/{run.name}"
         trained = CheckpointModel(run.model, run.adapter, self.saved, run.folder, run.seed, None, kind)
-        if run.adapter is not None:
-            trained.export_adapter(folder, run.dtype, writes=run.is_main)
-        elif run.is_main:
-            trained.export_model(folder, run.dtype)
-        run.engine.barrier()
+        try:
+            if run.adapter is not None:
+                trained.export_adapter(folder, run.dtype, writes=run.is_main)
+            elif run.is_main:
+                trained.export_model(folder, run.dtype)
+        finally:  # also if it fails: the other ranks wait there
+            run.engine.barrier()
         log.info("step %d  exported the average to %s", run.state.step, folder)
 
     def tensors(self) -> Mapping[str, Tensor]:

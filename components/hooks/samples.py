@@ -60,11 +60,13 @@ class Samples(Hook):
     def after_evaluation(self, run: HookRun, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
         scratch = self._scratch(run)
         run.engine.export(scratch)
-        # Loading an adapter draws random numbers, which would change the next dropout of rank 0 only.
-        with run.engine.keeping_random_streams():
-            if run.is_main:
-                self._write(run, scratch)
-        run.engine.barrier()
+        try:
+            # Loading an adapter draws random numbers, which would change the next dropout of rank 0 only.
+            with run.engine.keeping_random_streams():
+                if run.is_main:
+                    self._write(run, scratch)
+        finally:  # also if it fails: the other ranks wait there
+            run.engine.barrier()
 
     def _scratch(self, run: HookRun) -> Path:
         return run.folder / "completions" / "export"

@@ -12,6 +12,8 @@ from components.contracts.errors import ConfigError, check_at_least_zero
 from components.optimizers.adamw_sgd import AdamW, Scope
 from components.optimizers.weight_groups import WeightGroup
 
+TORCH_LIMIT = 100
+"""Least number of Newton-Schulz iterations that ``torch.optim.Muon`` refuses."""
 HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 """Ends of the names of matrices whose rows are heads."""
 
@@ -58,6 +60,8 @@ class Muon:
     def __post_init__(self) -> None:
         AdamW(self.lr, self.betas, self.eps, self.weight_decay, self.max_grad_norm, self.groups)  # checks
         check_at_least_zero("optimizer", self, "adamw_lr", "momentum", "ns_steps")
+        if self.ns_steps >= TORCH_LIMIT:
+            raise ConfigError(f"optimizer.ns_steps: must be below {TORCH_LIMIT}, got {self.ns_steps}.")
         if self.adamw_lr and not self.lr:
             raise ConfigError(
                 "optimizer.adamw_lr: follows the schedule of optimizer.lr, which is 0; set optimizer.lr "

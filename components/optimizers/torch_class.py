@@ -3,7 +3,7 @@
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ from components.optimizers.weight_groups import WeightGroup, check_groups
 SHARED = ("lr", "weight_decay", "max_grad_norm", "groups")
 """Config keys that every optimizer has."""
 SHAPE = (96, 64)
+TRIAL_LR = 1e-2
+"""Least learning rate of a trial: after smaller updates, any two results look equal."""
 """Shape of the matrix in a trial. It has more than 4096 elements, the size from which 8-bit optimizers
 quantise their state."""
 
@@ -133,11 +135,12 @@ class TorchClass:
     def scope(self) -> Scope:
         """Largest part of the model that an update needs at once, found in trial updates."""
         rows, columns = SHAPE
+        trial = replace(self, lr=max(self.lr, TRIAL_LR))._trial
         whole, by_row, by_column = (
-            matrices(self._trial(shapes))
+            matrices(trial(shapes))
             for shapes in ([SHAPE], [(rows // 2, columns)] * 2, [(rows, columns // 2)] * 2)
         )
-        alone = [matrices(self._trial([(rows // 2, columns)] * 2, only=number)) for number in (0, 1)]
+        alone = [matrices(trial([(rows // 2, columns)] * 2, only=number)) for number in (0, 1)]
         if not all(equal(half, joint) for (half,), joint in zip(alone, by_row, strict=True)):
             return "model"
         joined = torch.cat(by_row), torch.cat(by_column, dim=1)

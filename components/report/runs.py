@@ -221,7 +221,8 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def read_completions(path: Path) -> list[Json]:
-    return [as_type(Json, parse_json(line)) for line in path.read_text().splitlines()[:MOST_COMPLETIONS]]
+    lines = path.read_text().removesuffix("\n").split("\n")  # a completion may have other separators of lines
+    return [as_type(Json, parse_json(line)) for line in lines[:MOST_COMPLETIONS]]
 
 
 def read_yaml(path: Path) -> Json:

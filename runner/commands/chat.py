@@ -31,7 +31,8 @@ def chat(arguments: Sequence[str]) -> None:
     """Answer the lines of standard input until it ends.
 
     Raises:
-        ConfigError: if an argument is wrong, or the model cannot be read or has no chat template.
+        ConfigError: if an argument is wrong, the model cannot be read, or its chat template is missing or
+            refuses the conversation.
     """
     given = parse_pairs(arguments, KEYS, "checkpoint", usage=__doc__)
     options, seed = sampling.read_sampling(given)
@@ -83,7 +84,10 @@ def answer(
     import torch
     from transformers import TextStreamer
 
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+    from components.data.tokenize.assistant_mask import Template
+
+    template = Template(tokenizer, None, variables, "", frozenset(), "the conversation")
+    text = template.render(messages, prompt=True)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

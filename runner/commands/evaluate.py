@@ -21,11 +21,13 @@ from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
 from runner import cli
 from runner.commands.arguments import first_line, trusted_modules
+from runner.config.command_line import hydra_value, single_job_overrides
+from runner.config.renamed_keys import with_current_key
 from runner.config.sources import is_trusted, name_of
 from runner.launch.run_dir import read_run_config
 from runner.launch.run_record import RunRecord
 
-_LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "sweep", "hook")
+_LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "hook")
 """Groups of the run's overrides that an evaluation leaves out."""
 _DATA = ("data", "experiment", "data.train", "data.eval", "data.sources")
 """Keys of which one selects the data."""
@@ -62,7 +64,7 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
         known = on_its_base(folder, given)
         check_data(folder, given)
     elif (folder / "config.json").is_file():
-        known = ["model=hf", f"model.path={folder}"]
+        known = ["model=hf", f"model.path={hydra_value(folder)}"]
         check_data(folder, given)
     else:
         known = recorded(folder)
@@ -101,7 +103,7 @@ def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
         )
     # An adapter may be trained with another chat template, or with tokens of its own.
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
-    return ["model=hf", *own, *([f"model.tokenizer={adapter}"] if has_tokenizer else [])]
+    return ["model=hf", *own, *([f"model.tokenizer={hydra_value(adapter)}"] if has_tokenizer else [])]
 
 
 def recorded(folder: Path) -> list[str]:
@@ -115,16 +117,24 @@ def recorded(folder: Path) -> list[str]:
         raise ConfigError(
             f"checkpoint: {folder} is not a run, a checkpoint in one or a Hugging Face folder; name another."
         )
+    record = RunRecord.read(run)
+    given = [with_current_key(word) for word in record.overrides]
     own = [
         word
-        for word in RunRecord.read(run).overrides
+        for word in given
         if name_of(word).split(".")[0] not in _LEFT_OUT and name_of(word) not in _TRAINING
     ]
-    initial = [word for word in RunRecord.read(run).overrides if name_of(word) == "checkpoint.init_from"]
-    if initial:  # it may name a run, whose newest checkpoint is another one now; the config has the folder
-        initial = [f"checkpoint.init_from={read_run_config(run)['checkpoint']['init_from']}"]
-    name = f"run.name=evaluate_{run.resolve().parent.name}"  # not among the trained runs
-    return [*own, *initial, name, f"checkpoint.resume={folder}", "checkpoint.allow_mismatch=true"]
+    words = [
+        *single_job_overrides(own, record.command),
+        f"run.name={hydra_value(f'evaluate_{run.resolve().parent.name}')}",  # not among the trained runs
+        f"checkpoint.resume={hydra_value(folder)}",
+        "checkpoint.allow_mismatch=true",
+    ]
+    if "checkpoint.init_from" in map(name_of, given):
+        # It may name a run, whose newest checkpoint is another one now; the config has the folder.
+        initial = read_run_config(run)["checkpoint"]["init_from"]
+        words.append(f"checkpoint.init_from={hydra_value(initial)}")
+    return words
 
 
 def stage_of(overrides: Sequence[str]) -> str:
@@ -177,7 +187,7 @@ def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
             sets = yaml.safe_load(values["data.eval"])  # a path, or several by name
         except yaml.YAMLError:  # Hydra names what is wrong
             return []
-        path = next(iter(sets.values()), None) if isinstance(sets, dict) else values["data.eval"]
+        path = next(iter(sets.values()), None) if isinstance(sets, dict) else sets
         # An experiment may select the data itself.
         selects = {word for word in [*known, *given] if name_of(word) in ("data", "experiment")}
         of_files = [] if selects - {"data=demo", "data=stdlib"} else ["data=files"]
@@ -185,7 +195,13 @@ def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
         unread = {name: value for name, value, of_hub in OF_TRAINING if local or not of_hub}
         set_before = {name_of(word) for word in known} - values.keys()
         rest = [f"{name}={value}" for name, value in unread.items() if name in set_before]
-        return [*of_files, f"data.train={path}", "data.sources=null", "data.eval_fraction=0", *rest]
+        return [
+            *of_files,
+            f"data.train={hydra_value(path)}",
+            "data.sources=null",
+            "data.eval_fraction=0",
+            *rest,
+        ]
     return []
 
 

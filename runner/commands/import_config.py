@@ -13,7 +13,7 @@ has no equivalent or is not needed.
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ from components.home import expand_home
 from runner.cli import run_or_answer
 from runner.commands.arguments import Keys, first_line, parse_pairs, whole_number
 from runner.commands.other_tools import TOOLS, Translation, translate
+from runner.config.command_line import hydra_value
 
 KEYS: Keys = {"ranks": None, "stage": ("pt", "sft", "rm", "dpo", "kto", "orpo", "cpo", "simpo")}
 LAUNCHED = ("num_processes", "nproc_per_node")
@@ -55,21 +56,6 @@ def page(result: Translation) -> list[str]:
         if reasons:
             out += ["", f"# {title}:", *(f"#   {name}: {why}" for name, why in reasons.items())]
     return out
-
-
-def hydra_value(value: object) -> str:
-    """Return ``value`` in the syntax of Hydra's overrides."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {hydra_value(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(hydra_value, value))}]"
-    text = str(value)
-    if re.fullmatch(r"[\w./:~+-]+|\[[\w,]*\]", text, re.ASCII):
-        return text
-    # Hydra reads a backslash as it is, except before a quote.
-    return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'") + "'"
 
 
 def read(tool: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -160,10 +146,12 @@ def flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def scalar(word: str) -> object:
-    """Return ``word`` as a number, a boolean or a JSON mapping if it is one, else as text."""
+    """Return ``word`` as a number, true, false or a JSON mapping if it is one, else as text."""
     try:
         value = yaml.safe_load(word)
     except yaml.YAMLError:
+        return word
+    if isinstance(value, bool) and word.lower() not in ("true", "false"):  # YAML has more words for them
         return word
     return value if isinstance(value, int | float) or word.startswith("{") else word
 

@@ -26,6 +26,9 @@ FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "in
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
 
+STRATEGIES = ("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy")
+
+
 @dataclass
 class Translation:
     """The translated command, and the options of the file that it leaves out."""
@@ -53,10 +56,7 @@ class Translation:
             ConfigError: if the value is not a number.
         """
         value = self.take(*names)
-        try:
-            return None if value is None else float(value)
-        except (TypeError, ValueError):
-            raise ConfigError(f"{names[0]}: must be a number, got {value}.") from None
+        return None if value is None else as_number(names[0], value)
 
     def lacks(self, name: str, why: str) -> None:
         """Record that an option of the file has no equivalent; a default value needs no record."""
@@ -84,6 +84,14 @@ class Translation:
         return None
 
 
+def as_number(name: str, value: Any) -> float:
+    """Return the value of an option as a float, or raise ConfigError if it is not a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}: must be a number, got {value}.") from None
+
+
 def translate(
     tool: str, options: Mapping[str, Any], ranks: int | None, stage: str | None, file: str
 ) -> Translation:
@@ -94,6 +102,8 @@ def translate(
             missing, the stage does not exist here, or a file of LLaMA-Factory is not for training.
     """
     given = {name: value for name, value in options.items() if value is not None and value != ""}
+    # YAML reads the strategy "no" as false.
+    given |= {name: "no" for name in STRATEGIES if given.get(name) is False}
     work = Translation(tool, given)
     work.needless = {name: "it has no value" for name in options if name not in given}
     if tool == "trl" and "max_length" in work.needless:
@@ -332,7 +342,8 @@ def choose_schedule(work: Translation) -> None:
     steps, epochs = work.number("max_steps") or -1, work.number("num_train_epochs", "num_epochs") or 0.0
     key, length = ("run.max_steps", steps) if steps > 0 else ("run.epochs", epochs)
     work.words[key] = int(length) if length == int(length) else length
-    work.words["optimizer.betas"] = [work.number("adam_beta1") or 0.9, work.number("adam_beta2")]
+    beta = work.number("adam_beta1")
+    work.words["optimizer.betas"] = [0.9 if beta is None else beta, work.number("adam_beta2")]
     if steps > 0:
         for name in ("num_train_epochs", "num_epochs"):
             work.skip(name, "max_steps takes precedence")
@@ -349,7 +360,7 @@ def choose_schedule(work: Translation) -> None:
         work.words["scheduler.warmup_ratio"] = share
     if work.tool == "axolotl" and not {"warmup_ratio", "warmup_steps"} & {*work.given}:
         work.checks["scheduler.warmup_ratio"] = "axolotl's default, which has 100 steps at most"
-    rate = float(work.left.get("learning_rate") or 0)
+    rate = as_number("learning_rate", work.left.get("learning_rate") or 0)
     if (least := work.number("cosine_min_lr_ratio")) is not None:
         work.words["scheduler.min_lr"] = least * rate
     settings = work.left.get("lr_scheduler_kwargs")
@@ -370,7 +381,7 @@ def choose_cadences(work: Translation) -> None:
     elif work.tool == "axolotl" and (given.get("val_set_size") or given.get("test_datasets")):
         default = "epoch"
     strategy = work.take("eval_strategy", "evaluation_strategy") or default
-    every = work.number("eval_steps") or float(work.left.get("logging_steps", 0))
+    every = work.number("eval_steps") or as_number("logging_steps", work.left.get("logging_steps", 0))
     cadence(work, "run.eval_every", strategy, every, work.number("evals_per_epoch"))
     saving = work.take("save_strategy")
     saving = "steps" if saving is None or ("save_steps" in given and "save_strategy" not in given) else saving

@@ -5,6 +5,7 @@ output=FILE  default: report.html in FOLDER
 --watch      write the page again every few seconds, which then reloads itself, until Ctrl-C
 """
 
+import re
 import sys
 import time
 from collections import Counter
@@ -68,8 +69,9 @@ def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
         ConfigError: if the arguments are anything else, or FOLDER or the path cannot be used.
     """
     usage = f"Usage: {first_line(__doc__)}"
-    folders = [argument for argument in arguments if "=" not in argument]
-    options = dict(argument.split("=", maxsplit=1) for argument in arguments if "=" in argument)
+    given = [argument for argument in arguments if re.match(r"[a-z_]+=", argument)]
+    folders = [argument for argument in arguments if argument not in given]
+    options = dict(argument.split("=", maxsplit=1) for argument in given)
     for key in options:
         if key != "output":
             raise ConfigError(f"{key}: is not an option; the only one is output=FILE. {usage}")

@@ -1,6 +1,7 @@
-"""Parsing of the command line, and the command of a single job of a sweep."""
+"""Parsing and writing of overrides, and the command of a single job of a sweep."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 
@@ -19,3 +20,18 @@ def single_job_overrides(overrides: Sequence[str], command: Sequence[str]) -> li
     places += [f"--config-dir={after}" for word, after in pairs if word in ("--config-dir", "-cd")]
     swept = any(word.startswith("sweep=") for word in overrides)
     return [*places, *overrides, *(["hydra.mode=RUN"] if swept else [])]
+
+
+def hydra_value(value: object) -> str:
+    """Return ``value`` in the syntax of Hydra's overrides."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {hydra_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(hydra_value, value))}]"
+    text = str(value)
+    if re.fullmatch(r"[\w./:~+-]+|\[[\w,]*\]", text, re.ASCII):
+        return text
+    # Hydra reads a backslash as it is, except before a quote.
+    return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'") + "'"

@@ -53,6 +53,13 @@ RENAMED: Mapping[str, str] = {
 }
 
 
+def with_current_key(override: str) -> str:
+    """Return the override of an older run with the current name of its key."""
+    key, equals, value = override.partition("=")
+    bare = key.lstrip("+~")
+    return f"{key[: len(key) - len(bare)]}{RENAMED.get(bare, bare)}{equals}{value}"
+
+
 def upgraded(config: Config) -> Json:
     """Return the composed config of an older run folder with the current key names."""
     found: Json = {group: dict(node) if isinstance(node, Mapping) else node for group, node in config.items()}

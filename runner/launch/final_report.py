@@ -10,7 +10,7 @@ from components.checkpoint import complete_checkpoints
 from components.checkpoint.folder import best_checkpoint, step_of
 from components.contracts.errors import TrainingError
 from components.contracts.loss import Loss
-from runner.config.command_line import is_sweep, single_job_overrides
+from runner.config.command_line import hydra_value, is_sweep, single_job_overrides
 from runner.config.instantiate import Experiment
 from runner.launch.checks import RunPreparation
 from runner.launch.run_record import RunRecord, Stopped
@@ -117,4 +117,4 @@ def resume_command(command: Sequence[str], overrides: Sequence[str], checkpoint:
     """Return the user's command, or that of one job of a sweep, with another ``checkpoint.resume``."""
     words = single_job_overrides(overrides, command) if is_sweep(command) else command[1:]
     kept = [word for word in words if not word.startswith("checkpoint.resume=")]
-    return shlex.join(["python", "-m", "runner", *kept, f"checkpoint.resume={checkpoint}"])
+    return shlex.join(["python", "-m", "runner", *kept, f"checkpoint.resume={hydra_value(checkpoint)}"])

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import yaml
+
 from components.atomic_write import write_atomic
 from components.contracts.json_types import Json
 from components.contracts.status import JobStatus, current_status
 from components.json_text import as_type, parse_json
+from components.yaml_text import parse_yaml
 
 SWEEP_FOLDER = "RUNNER_SWEEP"
 """Environment variable with the path of the sweep folder. It is set for every job of a sweep."""
@@ -93,13 +96,26 @@ def are_comparable(records: Sequence[JobRecord]) -> bool:
     """Return whether the losses of the jobs are of the same stage with the same options.
 
     ``stage.reference`` does not matter, because all sources of a reference give the same log-probabilities.
+    The file of an ``experiment`` may choose a stage.
     """
     stages = set()
     for record in (record for record in records if record.loss is not None):
         options = dict(word.lstrip("+").partition("=")[::2] for word in record.overrides)
         own = {key: value for key, value in options.items() if key.partition(".")[0] == "stage"}
+        if "experiment" in options:
+            own["experiment"] = composed_stage(record) or options["experiment"]
         stages.add(frozenset((key, value) for key, value in own.items() if key != "stage.reference"))
     return len(stages) < 2
+
+
+def composed_stage(record: JobRecord) -> str:
+    """Return the options of the stage in the job's run folder, as text; "" if they cannot be read."""
+    try:
+        config = parse_yaml(Path(str(record.folder), "config.yaml").read_text(encoding="utf-8"))
+        stage = config["stage"]
+        return str(sorted((key, value) for key, value in stage.items() if key != "reference"))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+        return ""
 
 
 def best(records: Sequence[JobRecord]) -> JobRecord | None:

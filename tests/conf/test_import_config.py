@@ -17,8 +17,9 @@ from transformers import TrainingArguments
 
 from components.contracts.errors import MISTAKE
 from runner.cli import config_dir
-from runner.commands.import_config import hydra_value, main
+from runner.commands.import_config import main
 from runner.commands.other_tools import Translation
+from runner.config.command_line import hydra_value
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.config.unknown_keys import documents
@@ -572,6 +573,22 @@ def test_only_answers_are_trained_unless_trl_trains_prompts(imported: Run, text:
     command, _, remarks = answer.out.partition("#")
     assert "train_on_prompt" not in command
     assert ("TRL trains on every token of conversations" in remarks) == asks
+
+
+def test_no_is_a_strategy(imported: Run) -> None:
+    """YAML reads it as false."""
+    command = "trl sft --model_name_or_path m/x --dataset_name trl-lib/Capybara --eval_strategy no"
+    assert "data.eval_split" not in imported("trl", command, suffix=".txt").out
+    file = "model_name_or_path: m/x\ndataset_name: trl-lib/Capybara\neval_strategy: no\n"
+    assert "data.eval_split" not in imported("trl", file, "stage=sft").out
+
+
+def test_numbers_of_options(imported: Run) -> None:
+    text = "model_name_or_path: x\nstage: sft\ndataset: a\n"
+    check(imported("llamafactory", f"{text}adam_beta1: 0.0\n"), {"optimizer.betas": [0.0, 0.999]})
+    answer = imported("llamafactory", f"{text}learning_rate: auto\n")
+    assert answer.code == MISTAKE
+    assert "learning_rate: must be a number, got auto." in answer.err
 
 
 def test_local_alpaca_data_of_axolotl(imported: Run) -> None:

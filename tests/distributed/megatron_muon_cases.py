@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "groups": {"optimizer": GROUPED},
     "class": {"optimizer": ADAFACTOR},
+    "built": {"optimizer": TorchClass(torch.optim.Adagrad, 1e-2, 0.1)},  # has its state before a step
     "elements": {"optimizer": TorchClass(torch.optim.RAdam, 1e-2, 0.1)},
     "lora": {"adapter": ADAPTER},
     "frozen": {"freeze": ("*embed_tokens*", "*layers.0.*")},

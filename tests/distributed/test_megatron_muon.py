@@ -72,6 +72,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
         ("tp2 sp", "qwen3", "frozen"),
         ("tp2dp2 sharded", "llama", "mtp"),
         ("dp2", "llama", "class"),
+        ("dp2", "llama", "built"),
         ("tp2dp2 sharded", "odd", "class"),
         ("tp2dp2 sharded", "odd", "elements"),
     ],

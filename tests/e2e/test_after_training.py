@@ -450,3 +450,8 @@ def test_a_model_without_a_chat_template(tmp_path: Path, single: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"has no chat template; train with model\.chat_template, or use"):
         chat([f"checkpoint={tmp_path}"])
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    tokenizer.save_pretrained(tmp_path)
+    refuses = pytest.raises(ConfigError, match=r"the conversation: .* refuses .*no system role")
+    with refuses, mock.patch("sys.stdin", io.StringIO("Hi\n")):
+        chat([f"checkpoint={tmp_path}"])

@@ -14,7 +14,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from benchmarks.compose import composed
 from components.checkpoint.reader import StoredTensors
+from components.contracts.hook import HookRun
 from components.data.records.options import RecordOptions
+from components.hooks import Samples
 from runner.commands import export
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
@@ -142,6 +144,23 @@ def test_completions_after_every_evaluation(tmp_path: Path) -> None:
         assert set(second) == {"prompt", "completion", "finish"}
     without = run_here(tmp_path / "without", *RUN, *lora, "run.eval_every=2")
     assert curve(run) == curve(without), "what is dropped does not depend on the hook"
+
+
+class FullDisk(Samples):
+    """A hook whose work on rank 0 alone fails."""
+
+    def _write(self, run: HookRun, export: Path) -> None:  # noqa: ARG002
+        raise OSError("no space left")
+
+
+def test_a_hook_that_fails_on_one_rank_is_left_out_on_all(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "The"}\n')
+    hook = ("hook=[samples]", f"hook.samples.prompts={prompts}", "hook.samples.on_error=warn")
+    own = ("hook.samples._target_=tests.e2e.test_hooks.FullDisk", "parallelism=fsdp2", "parallelism.dp=2")
+    run = run_here(tmp_path / "run", *RUN, *hook, *own, "run.eval_every=2")
+    assert [row["step"] for row in rows(run, "eval/loss")] == [2, 4]
+    assert (run / "train.log").read_text().count("no space left; it is left out from here on") == 1
 
 
 def test_prompts_have_the_system_turn_of_the_data() -> None:

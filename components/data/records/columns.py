@@ -81,4 +81,8 @@ def _renamed_message(message: Json, options: RecordOptions) -> Json:
     kept = {name: value for name, value in message.items() if name not in keys}
     out = kept | {keys[name]: value for name, value in message.items() if name in keys and value is not None}
     role = out.get("role") or out.get("from")
-    return {**out, "role": options.roles[role]} if isinstance(role, str) and role in options.roles else out
+    if not isinstance(role, str) or role not in options.roles:
+        return out
+    if not out.get("role"):
+        del out["from"]  # it has been read
+    return {**out, "role": options.roles[role]}

@@ -31,9 +31,13 @@ def _margin(record: Mapping[str, object], origin: str) -> float:
     value = record.get("margin")
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    try:  # a csv file holds text
+        margin = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
         fail(origin, f"field 'margin' is {value!r}", "Write a number, or remove it for a margin of 0.")
-    return float(value)
+    return margin
 
 
 def _read_pair(given: Mapping[str, object], options: RecordOptions, origin: str) -> PreferenceSample:
@@ -137,12 +141,17 @@ def read_unpaired(record: Mapping[str, object], options: RecordOptions, origin: 
     return UnpairedSample(prompt, completion, desirable, read_tools(record, origin), completion, kwargs)
 
 
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
+
+
 def _label(record: Mapping[str, object], origin: str) -> bool:
     key = "kto_tag" if record.get("label") is None and "kto_tag" in record else "label"
     value = record.get(key)
     remedy = "Write true for a completion to follow, false for one to avoid."
     if value is None:
         fail(origin, f"field {key!r} is missing", remedy)
+    if isinstance(value, str):  # of a csv file
+        value = _LABELS.get(value.lower(), value)
     if value not in (0, 1):  # includes True and False
         fail(origin, f"field {key!r} is {value!r}", remedy)
     return bool(value)

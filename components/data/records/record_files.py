@@ -110,10 +110,14 @@ def matching_files(path: str) -> list[Path]:
 
 
 def _matches(path: str) -> list[Path]:
+    if not path:
+        raise ConfigError("data.train, data.eval, prompts: a path is empty; give one, or leave the key out.")
     source = Path(path).expanduser()
     if os.path.exists(source):  # unlike Path.exists, no error if a parent may not be entered
         return [source]
-    found = sorted(map(Path, glob(str(source), recursive=True))) if has_magic(path) else []
+    every = sorted(map(Path, glob(str(source), recursive=True))) if has_magic(path) else []
+    folders = {place for place in every if place.is_dir()}  # "**" also matches what is below them
+    found = [place for place in every if folders.isdisjoint(place.parents)]
     if not found:
         what = "matches no file" if has_magic(path) else "no such file or folder"
         raise ConfigError(f"{path}: {what}. Check the path in data.train, data.eval or prompts.")
@@ -293,6 +297,11 @@ def _read_saved_dataset(folder: Path, reading: Reading) -> Iterator[Item]:
     if (folder / "dataset_dict.json").exists():
         splits = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
         raise ConfigError(f"{folder}: holds the splits {splits}. Give the folder of one, as {folder}/train.")
+    if not (folder / "state.json").exists() and not any(folder.glob("*.arrow")):
+        raise ConfigError(
+            f"{folder}: has a dataset_info.json, but is not a saved dataset. For that of LLaMA-Factory, use "
+            f"data=llamafactory data.dataset_info={folder} data.dataset=NAME, or name a file in the folder."
+        )
     try:
         dataset = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:

@@ -63,11 +63,12 @@ def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: 
     if options.format == "segments":
         names = [name for name in names if name not in ("segments[].text", "segments[].label")]
     for name in names:
-        reason = _REFUSED.get(name.rpartition(".")[2])
-        if reason is not None and name not in options.ignore_fields:
+        own = name.rpartition(".")[2]
+        reason = _REFUSED.get(own)
+        if reason is not None and not {name, own} & {*options.ignore_fields}:
             raise RecordError(
                 f"{origin}: has a field {name!r}, and {reason}. "
-                f"Remove it, or set data.ignore_fields=[{name}] to train without it."
+                f"Remove it, or set data.ignore_fields=[{own}] to train without it."
             )
     return names
 

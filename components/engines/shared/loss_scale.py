@@ -48,7 +48,7 @@ class LossScale:
         self.steps = 0 if overflow else self.steps + 1
         if overflow:
             self.value = max(self.value * BACKOFF, SMALLEST)
-        elif self.steps == self.growth_interval:
+        elif self.steps >= self.growth_interval:  # a resumed run may have another interval
             self.steps = 0
             if self.value * GROWTH <= torch.finfo(torch.float32).max:
                 self.value *= GROWTH

@@ -65,9 +65,10 @@ class WholeWeightOptimizer:
         for weight, owner in zip(weights, owners((w.sharers, w.shape.numel()) for w in weights), strict=True):
             weight.owner = owner
         self.owned = [weight for weight in weights if weight.is_mine]
-        named = [(weight.name, weight.parameter) for weight in self.owned]
-        self.optimizer = torch_optimizer(description, named) if named else None
         of_class = description if isinstance(description, TorchClass) else None
+        with whole_shapes(self.owned if of_class else ()):  # some classes create state when they are built
+            named = [(weight.name, weight.parameter) for weight in self.owned]
+            self.optimizer = torch_optimizer(description, named) if named else None
         self.group_kinds = of_class.state.group_scalars if of_class else ()
         self.shared = of_class.state.scalars if of_class and of_class.scope == "element" else ()
         """Names of scalar states that are equal for all weights. A checkpoint contains each of them once."""
@@ -143,18 +144,25 @@ class WholeWeightOptimizer:
         Return the weights whose state is new. The values of the weights do not change.
         """
         new = [weight for weight in self.owned if not self._of(weight).get(weight.parameter)]
-        kept = [weight.parameter.data for weight in new]
-        for weight in new:
-            weight.parameter.data = torch.zeros(weight.shape, device=weight.parameter.device)
-        if self.optimizer is not None:
-            create_state(self.optimizer, [weight.parameter for weight in new])
-        for weight, before in zip(new, kept, strict=True):
-            weight.parameter.data = before
+        with whole_shapes(new):
+            if self.optimizer is not None:
+                create_state(self.optimizer, [weight.parameter for weight in new])
         return new
 
     def _of(self, weight: OwnedWeight) -> dict[Tensor, dict[str, Any]]:
         assert self.optimizer is not None, f"{weight.name} is owned without an optimizer"
         return self.optimizer.state
+
+
+@contextmanager
+def whole_shapes(weights: Sequence[OwnedWeight]) -> Iterator[None]:
+    """Give the parameters of the weights their full shape, filled with zeros, inside of the context."""
+    kept = [weight.parameter.data for weight in weights]
+    for weight in weights:
+        weight.parameter.data = torch.zeros(weight.shape, device=weight.parameter.device)
+    yield
+    for weight, before in zip(weights, kept, strict=True):
+        weight.parameter.data = before
 
 
 def owners(weights: Iterable[tuple[int, int]]) -> list[int]:

@@ -147,12 +147,16 @@ def candidates(change: Variation) -> Iterator[Variation]:
     if case.max_length // case.cut > SHORTEST:
         shorter = {"data.max_length": case.max_length // (2 * case.cut)}
         yield change.vary(replace(case, cut=2 * case.cut), shorter, alters=True)
-    if case.adapter is None and not synced and is_fully_trained(case.model):
+    source, by_head = getattr(case.loss, "reference", "auto"), getattr(case.optimizer, "head_dim", None)
+    if case.adapter is None and not synced and is_fully_trained(case.model) and by_head is None:
         adapted = replace(case, adapter=LoRA())
-        if case.reference == "frozen" and case.reference_model is None:
+        if case.reference == "frozen" and case.reference_model is None and source == "auto":
             adapted = replace(adapted, reference="adapter_off")
         yield change.vary(adapted, {"adapter": "lora"}, alters=True)
-    if (lora := case.adapter) is not None and not (lora.quantize or lora.dora or lora.is_pissa):
+    # A reference model in full precision is refused beside a policy in 4 bits.
+    precise = "precomputed" in (source, change.overrides.get("stage.reference"))
+    precise |= case.reference == "frozen" and case.reference_model is None
+    if (lora := case.adapter) is not None and not (lora.quantize or lora.dora or lora.is_pissa or precise):
         quantized = replace(case, adapter=replace(lora, quantize="nf4"))
         key = {"adapter": "qlora"} if "adapter" in change.overrides else {"adapter.quantize": "nf4"}
         yield change.vary(quantized, key, alters=True)

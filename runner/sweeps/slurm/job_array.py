@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from components.contracts.errors import INTERRUPTED
+from runner.config.command_line import hydra_value
 from runner.launch.failures import read_failure_reports, read_last_lines, root_cause
 from runner.sweeps.job_record import JobRecord, SweepJob, read_job_record
 
@@ -177,6 +178,10 @@ def describe_end(job: SubmittedJob, known: JobRecord, ended: str) -> str:
     if known.status == "failed":
         return str(known.error)
     if known.status == "interrupted":
-        onward = "nothing is saved" if folder is None else f"resume it with checkpoint.resume={folder}"
+        onward = (
+            "nothing is saved"
+            if folder is None
+            else f"resume it with checkpoint.resume={hydra_value(folder)}"
+        )
         return f"{ended}\nit was stopped, and is not queued again; {onward}"
     return f"the end of {job.log}:{read_last_lines(job.log)}\n{ended}"

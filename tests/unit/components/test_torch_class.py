@@ -60,6 +60,13 @@ def test_what_a_trial_shows(kind: Any, scope: str, moments: tuple[str, ...]) -> 
     assert description.moments == moments
 
 
+@pytest.mark.parametrize(
+    ("kind", "scope"), [(Normed, "matrix"), (NormedTogether, "model"), (Lion, "element")]
+)
+def test_a_small_rate_hides_nothing_in_a_trial(kind: Any, scope: str) -> None:
+    assert described(kind)(lr=1e-7).scope == scope
+
+
 def test_a_trial_leaves_the_random_stream() -> None:
     before = torch.get_rng_state()
     assert described(torch.optim.RAdam)(lr=1e-2).scope == "element"
@@ -188,6 +195,7 @@ def test_numbers_that_depend_on_the_rate_allow_no_group_with_its_own(kind: Any, 
     ("changes", "message"),
     [
         ({"betas": (0.9, 1.0)}, "optimizer.betas"),
+        ({"ns_steps": 100}, "optimizer.ns_steps: must be below 100, got 100"),
         ({"momentum": -0.1}, "optimizer.momentum: must be a number of at least 0"),
         ({"adamw_lr": float("inf")}, "optimizer.adamw_lr"),
         ({"adamw_lr": 1e-3, "lr": 0.0}, "optimizer.adamw_lr: follows the schedule of optimizer.lr"),

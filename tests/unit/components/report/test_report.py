@@ -19,6 +19,7 @@ from components.contracts.errors import DONE, INTERRUPTED, ConfigError
 from components.report import Entry, write_page
 from components.report.curves import read_curves, thin
 from components.report.page import varied_keys
+from components.report.runs import read_completions
 from runner.cli import run_or_answer
 from runner.commands.report import WATCH_S, entries, parse, report
 from runner.training.run_summary import Results
@@ -445,6 +446,17 @@ def test_a_run_that_has_gone_is_told(tmp_path: Path) -> None:
 def test_mistakes(arguments: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse(arguments)
+
+
+def test_a_folder_may_have_an_equals_sign(tmp_path: Path) -> None:
+    (tmp_path / "lr=1").mkdir()
+    assert parse([f"{tmp_path}/lr=1"]) == (tmp_path / "lr=1", tmp_path / "lr=1" / "report.html")
+
+
+def test_a_completion_may_have_other_separators_of_lines(tmp_path: Path) -> None:
+    row = {"completion": "a\u2028b"}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n")
+    assert read_completions(tmp_path / "x.jsonl") == [row]
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:

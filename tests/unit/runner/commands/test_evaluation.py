@@ -2,9 +2,11 @@ import json
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from components.contracts.errors import ConfigError
 from runner.commands.evaluate import evaluation
+from runner.config.renamed_keys import RENAMED
 from runner.launch.run_record import RunRecord
 
 STEP_4 = "/outputs/base/1/checkpoints/step_4"
@@ -45,6 +47,36 @@ def test_an_evaluation_begins_as_the_run_did(tmp_path: Path) -> None:
     assert "checkpoint.init_from=outputs/base" not in words
     assert "hook=[]" in words
     assert "hook=ema" not in words
+
+
+def test_every_path_is_one_override(tmp_path: Path) -> None:
+    """Names that Hydra would read otherwise are quoted."""
+    run = tmp_path / "lr=1, für (alle)" / "stamp"
+    run.mkdir(parents=True)
+    RunRecord().write(run)
+    words = evaluation([f"checkpoint={run}", "data.eval=x.jsonl"])
+    parsed = {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(words)}
+    assert parsed["checkpoint.resume"] == str(run)
+    assert parsed["run.name"] == "evaluate_lr=1, für (alle)"
+    export = run / "export"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    words = evaluation([f"checkpoint={export}", "data.eval='a, b.jsonl'"])
+    parsed = {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(words)}
+    assert (parsed["model.path"], parsed["data.train"]) == (str(export), "a, b.jsonl")
+
+
+def test_a_job_of_a_sweep_keeps_what_the_file_of_the_sweep_sets(tmp_path: Path) -> None:
+    own = ["sweep=mine", "optimizer.lr=1e-3"]
+    RunRecord(overrides=own, command=["runner", "--config-dir=conf", "sweep=mine"]).write(tmp_path)
+    assert {*own, "hydra.mode=RUN", "--config-dir=conf"} <= {*evaluation([f"checkpoint={tmp_path}"])}
+
+
+def test_the_keys_of_an_older_run_have_other_names(tmp_path: Path) -> None:
+    RunRecord(overrides=["run.save_every=100", "+data.overlong=drop"]).write(tmp_path)
+    words = evaluation([f"checkpoint={tmp_path}"])
+    assert not [word for word in words if "save_every" in word]  # an evaluation saves nothing
+    assert f"+{RENAMED['data.overlong']}=drop" in words
 
 
 def test_an_adapter_brings_its_tokenizer(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.status import RunStatus
 from runner.config.command_line import single_job_overrides
 from runner.launch.run_record import RunRecord
-from runner.sweeps.job_record import JobRecord, SweepJob, read_job_record
+from runner.sweeps.job_record import JobRecord, SweepJob, are_comparable, read_job_record
 from runner.sweeps.sweep import create_sweep, finish_sweep
 from runner.sweeps.table import format_value, print_table
 
@@ -75,6 +75,18 @@ def test_losses_of_different_stages_have_no_best(
     assert "*" not in out
     assert json.loads((tmp_path / "sweep.json").read_text())["best"] is None
     assert not (tmp_path / "best.yaml").exists()
+
+
+@pytest.mark.parametrize(("second", "comparable"), [("pt", False), ("sft", True)])
+def test_an_experiment_may_choose_a_stage(second: str, comparable: bool, tmp_path: Path) -> None:
+    records = []
+    for number, stage in enumerate(("sft", second)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.yaml").write_text(f"stage: {{_target_: {stage}, reference: r{number}}}")
+        words = (f"experiment=e{number}",)
+        records.append(JobRecord(number, words, "completed", str(folder), loss=5.0 - number))
+    assert are_comparable(records) == comparable
 
 
 @pytest.mark.parametrize("words", [("stage=dpo",), ("stage=dpo", "stage.reference=frozen")])

@@ -1,5 +1,6 @@
 """The causes that stop a run early, tested without a run."""
 
+import shlex
 import signal
 
 import pytest
@@ -170,6 +171,7 @@ def test_the_command_that_resumes() -> None:
     told = resume_command(command, (), "outputs/a/checkpoints/step_00000003")
     layout = "'parallelism.pipeline_layout=Et|tL'"
     assert told == f"python -m runner stage=pt {layout} checkpoint.resume=outputs/a/checkpoints/step_00000003"
+    assert shlex.split(resume_command(["runner"], (), "für/a"))[-1] == "checkpoint.resume='für/a'"
     sweep = ["runner", "-m", "stage=pt,sft"]
     assert resume_command(sweep, ("stage=sft",), "at") == "python -m runner stage=sft checkpoint.resume=at"
     sweep = ["runner", "sweep=mine"]

@@ -358,6 +358,26 @@ def test_what_is_not_read_is_named() -> None:
     images = {"conversations": [HUMAN, GPT], "images": ["a.jpg"]}
     ignoring = RecordOptions(format="sharegpt", ignore_fields=("images",))
     assert normalize(images, ignoring, "f:1") == (ChatSample([U, A], None), ["images"])
+    in_turn = {"conversations": [{**HUMAN, "images": ["a.jpg"]}, GPT]}
+    assert normalize(in_turn, ignoring, "f:1") == (ChatSample([U, A], None), ["conversations[].images"])
+
+
+def test_a_renamed_role_has_been_read() -> None:
+    record = {"conversations": [{"from": "customer", "value": "U"}, {"from": "agent", "value": "A"}]}
+    options = RecordOptions(format="sharegpt", roles={"customer": "user", "agent": "assistant"})
+    assert normalize(record, options, "f:1")[1] == []
+
+
+@pytest.mark.parametrize(("text", "desirable"), [("true", True), ("False", False), ("1", True), ("0", False)])
+def test_labels_and_margins_of_a_csv_file_are_text(text: str, desirable: bool) -> None:
+    record = {"prompt": "U", "completion": "A", "label": text}
+    sample, _ = normalize(record, RecordOptions(format="unpaired"), "f:1")
+    assert isinstance(sample, UnpairedSample)
+    assert sample.desirable is desirable
+    pair = {"prompt": "U", "chosen": "A", "rejected": "B", "margin": "1.5"}
+    ranked, _ = normalize(pair, RecordOptions(format="preference", ranked=True), "f:1")
+    assert isinstance(ranked, PreferenceSample)
+    assert ranked.margin == 1.5
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no real files under {SHARED}")

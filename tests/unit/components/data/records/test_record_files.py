@@ -170,6 +170,25 @@ def test_bad_file(tmp_path: Path, name: str, content: bytes, message: str) -> No
     assert "\n" not in str(caught.value)
 
 
+def test_a_pattern_of_folders_reads_each_file_once(tmp_path: Path) -> None:
+    for number, place in enumerate(("", "a", "a/b")):
+        (tmp_path / place).mkdir(exist_ok=True)
+        (tmp_path / place / "x.jsonl").write_text(f'{{"text": "{number}"}}\n')
+    found = [record["text"] for record, _ in read_records(f"{tmp_path}/**")]
+    assert sorted(found) == ["0", "1", "2"]
+
+
+def test_an_empty_path_is_not_the_working_directory() -> None:
+    with pytest.raises(ConfigError, match=r"data\.train, data\.eval, prompts: a path is empty"):
+        list(read_records(""))
+
+
+def test_a_folder_of_llamafactory_is_not_a_saved_data_set(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"use data=llamafactory data\.dataset_info="):
+        list(read_records(str(tmp_path)))
+
+
 def test_missing_path() -> None:
     with pytest.raises(ConfigError, match=r"/no/such/file\.json: no such file or folder"):
         read_records("/no/such/file.json")

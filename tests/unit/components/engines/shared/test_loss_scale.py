@@ -29,6 +29,12 @@ def test_the_scale_is_that_of_torch(initial: float, interval: int) -> None:
         assert (scale.value, scale.steps) == (scaler.get_scale(), scaler._get_growth_tracker())
 
 
+def test_a_resumed_run_may_have_a_shorter_interval() -> None:
+    scale = LossScale(1024.0, growth_interval=5, steps=12)
+    scale.update(overflow=False, accepted=True)
+    assert (scale.value, scale.steps) == (2048.0, 0)
+
+
 def test_the_smallest_scale_ends_the_run() -> None:
     scale = LossScale(3.0, growth_interval=1)
     scale.update(overflow=True, accepted=True)
