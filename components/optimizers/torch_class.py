@@ -3,8 +3,8 @@
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -135,7 +135,7 @@ class TorchClass:
     def scope(self) -> Scope:
         """Largest part of the model that an update needs at once, found in trial updates."""
         rows, columns = SHAPE
-        trial = replace(self, lr=max(self.lr, TRIAL_LR))._trial
+        trial = partial(self._trial, lr=max(self.lr, TRIAL_LR))
         whole, by_row, by_column = (
             matrices(trial(shapes))
             for shapes in ([SHAPE], [(rows // 2, columns)] * 2, [(rows, columns // 2)] * 2)
@@ -155,6 +155,7 @@ class TorchClass:
         steps: int = 3,
         only: int | None = None,
         lr_of_vector: float = 1.0,
+        lr: float | None = None,
     ) -> torch.optim.Optimizer:
         """Return the optimizer after updates of a vector and of a matrix, which is cut into ``shapes``.
 
@@ -163,10 +164,12 @@ class TorchClass:
             steps: number of updates.
             only: index of the one part that is trained. None means that all are.
             lr_of_vector: ratio of the vector's learning rate to that of the matrix.
+            lr: learning rate of the matrix. None means that of the optimizer.
 
         Raises:
             ConfigError: if the class cannot be built with its arguments, or cannot update the parameters.
         """
+        lr = self.lr if lr is None else lr
         draw = torch.Generator().manual_seed(0)
         scale = torch.linspace(0.1, 3.0, SHAPE[0])[:, None]  # parts of unequal norms
         values = [torch.randn(SHAPE, generator=draw) * scale for _ in range(steps + 1)]
@@ -174,8 +177,8 @@ class TorchClass:
         trained = [nn.Parameter(piece.clone()) for piece in cut[0]]
         vector = nn.Parameter(torch.ones(SHAPE[1]))
         groups = (
-            {"params": [("", p) for p in trained], "weight_decay": self.weight_decay},
-            {"params": [("", vector)], "weight_decay": 0.0, "lr": self.lr * lr_of_vector},
+            {"params": [("", p) for p in trained], "weight_decay": self.weight_decay, "lr": lr},
+            {"params": [("", vector)], "weight_decay": 0.0, "lr": lr * lr_of_vector},
         )
         try:
             optimizer = self.build(groups)

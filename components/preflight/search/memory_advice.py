@@ -153,7 +153,7 @@ def candidates(change: Variation) -> Iterator[Variation]:
         if case.reference == "frozen" and case.reference_model is None and source == "auto":
             adapted = replace(adapted, reference="adapter_off")
         yield change.vary(adapted, {"adapter": "lora"}, alters=True)
-    # A reference model in full precision is refused beside a policy in 4 bits.
+    # A policy in 4 bits may not have a reference model in full precision.
     precise = "precomputed" in (source, change.overrides.get("stage.reference"))
     precise |= case.reference == "frozen" and case.reference_model is None
     if (lora := case.adapter) is not None and not (lora.quantize or lora.dora or lora.is_pissa or precise):
