@@ -27,6 +27,7 @@ from components.preflight.estimates.step_time import (
     step_work,
 )
 from components.preflight.search.candidate import Candidate
+from components.preflight.search.memory_advice import Variation, candidates
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
 from tests.distributed.cases import fsdp2, megatron
@@ -262,6 +263,29 @@ def test_a_named_gpu_has_its_peak_and_its_memory() -> None:
         named = find_device("cuda", "H100", None, local_ranks=1, dtype=dtype)
         assert (named.flops, named.memory) == (989e12, 80e9)
     assert find_device("cuda", "A100", "40GB", local_ranks=1, dtype=torch.bfloat16).memory == 40e9
+
+
+def offered(found: Candidate) -> set[str]:
+    """Return the overrides that are considered as remedies."""
+    return {
+        f"{key}={value}"
+        for change in candidates(Variation(found, {}))
+        for key, value in change.overrides.items()
+    }
+
+
+def test_no_remedy_is_one_that_is_refused(folder: Path) -> None:
+    """A policy in 4 bits with a full reference, or heads of Muon with an adapter."""
+    assert "adapter=lora" in offered(case(folder))
+    assert "adapter=lora" not in offered(case(folder, "optimizer=muon", "optimizer.head_dim=16"))
+    pairs = folder / "pairs.jsonl"
+    row = {"prompt": "a b", "chosen": "one two three", "rejected": "two"}
+    pairs.write_text("".join(json.dumps({**row, "prompt": f"a {n}"}) + "\n" for n in range(16)))
+    on_pairs = ("stage=dpo", f"data.train={pairs}", "data=files")
+    lora = ("adapter=lora", "adapter.r=4")
+    assert "adapter.quantize=nf4" in offered(case(folder, *on_pairs, *lora, data="pairs"))
+    for source in ("stage.reference=precomputed", "stage.reference=frozen"):
+        assert "adapter.quantize=nf4" not in offered(case(folder, *on_pairs, *lora, source, data="pairs"))
 
 
 def test_the_most_rows_that_fit(folder: Path) -> None:
