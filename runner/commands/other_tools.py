@@ -492,15 +492,25 @@ def axolotl_datasets(work: Translation) -> None:
     sources, tests = listed(work.take("datasets")), listed(work.take("test_datasets"))
     if not sources or not all(isinstance(item, dict) and "path" in item for item in [*sources, *tests]):
         raise ConfigError("datasets: must be a list of mappings with a path; correct it.")
-    paths, evaluated = ([path for item in items for path in files_of(item)] for items in (sources, tests))
+    varied = [
+        key for key in OF_A_SOURCE if any(ENTRIES[key](item) != ENTRIES[key](sources[0]) for item in sources)
+    ]
+    entries = [
+        {"path": path} | {key: value for key in varied if (value := ENTRIES[key](item))}
+        for item in sources
+        for path in files_of(item)
+    ]
+    paths = [entry["path"] for entry in entries]
+    evaluated = [path for item in tests for path in files_of(item)]
     work.words["data"] = "files"
-    one = len(paths) == 1
-    work.words |= {"data.train": paths[0]} if one else {"data.sources": [{"path": path} for path in paths]}
+    work.words |= {"data.train": paths[0]} if len(paths) == 1 else {"data.sources": entries}
     work.words |= {"data.eval": evaluated[0]} if evaluated else {}
     if len(evaluated) > 1:
         work.missing["test_datasets"] = "data.eval is a single source; name a folder or a pattern"
     for key, found_in in ENTRIES.items():
         found = [found_in(item) for item in sources]
+        if key in varied:
+            continue
         if any(other != found[0] for other in found):
             work.missing[f"datasets: {key}"] = f"data.{key} holds for all sources; convert the others"
         if key in OF_HUB and not any(path.startswith("hub:") for path in paths):
@@ -597,6 +607,8 @@ ENTRIES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "revision": lambda item: item.get("revision"),
 }
 """Key of the group ``data`` -> the function that returns its value for an entry of ``datasets``."""
+OF_A_SOURCE = ("format", "columns")
+"""Keys of ``ENTRIES`` that each of ``data.sources`` may have."""
 OF_HUB = ("split", "subset", "revision")
 """Keys of ``ENTRIES`` that only data sets of the hub have."""
 

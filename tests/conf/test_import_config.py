@@ -313,13 +313,13 @@ def test_axolotl(imported: Run) -> None:
 
 def test_preferences_of_axolotl(imported: Run) -> None:
     answer = imported("axolotl", AXOLOTL_DPO)
+    columns = {"messages": "dialog", "role": "who", "content": "text", "chosen": "better"}
     expected = {
         "stage.loss": "ipo",
         "stage.beta": 0.2,
-        "data.sources": [{"path": "data/pairs.jsonl"}, {"path": "hub:org/more"}],
+        "data.sources": [{"path": "data/pairs.jsonl", "columns": columns}, {"path": "hub:org/more"}],
         "data.split": "train[:90%]",
         "data.format": "preference",
-        "data.columns": {"messages": "dialog", "role": "who", "content": "text", "chosen": "better"},
         "data.roles": {"human": "user", "gpt": "assistant"},
         "data.max_length": 512,
         "data.packing": "none",
@@ -573,6 +573,16 @@ def test_only_answers_are_trained_unless_trl_trains_prompts(imported: Run, text:
     command, _, remarks = answer.out.partition("#")
     assert "train_on_prompt" not in command
     assert ("TRL trains on every token of conversations" in remarks) == asks
+
+
+def test_sources_of_axolotl_have_their_own_formats(imported: Run) -> None:
+    chats = "{path: a.jsonl, ds_type: json, type: chat_template, field_messages: conv}"
+    answer = imported("axolotl", f"base_model: x\ndatasets: [{chats}, {{path: b.jsonl, type: alpaca}}]\n")
+    sources = [
+        {"path": "a.jsonl", "format": "messages", "columns": {"messages": "conv"}},
+        {"path": "b.jsonl", "format": "alpaca"},
+    ]
+    check(answer, {"data.sources": sources, "data.format": "auto", "data.columns": None})
 
 
 def test_no_is_a_strategy(imported: Run) -> None:
