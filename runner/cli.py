@@ -13,12 +13,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import hydra
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -284,10 +286,18 @@ def decode_environment(config: DictConfig) -> None:
             OmegaConf.update(config, key, parse_value(str(OmegaConf.select(config, key))))
 
 
+def value_of(override: str) -> Any:
+    """Return the value of an override; None if it is null, or if Hydra cannot parse it."""
+    try:
+        return OverridesParser.create().parse_override(override).value()
+    except OverrideParseException:
+        return None
+
+
 def parse_value(text: str) -> object:
-    """Parse text as YAML, and ``1e-5``, which YAML reads as text, as a number, as Hydra does."""
+    """Parse text as YAML, and a single number such as ``1e-5``, which YAML reads as text, as a number."""
     value = yaml.safe_load(text)
-    is_number = isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value)
+    is_number = isinstance(value, str) and re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+)[eE][+-]?\d+", value)
     return float(text) if is_number else value
 
 

@@ -106,13 +106,13 @@ def read_settings(path: str) -> Json:
     }
 
 
-def as_overrides(path: Path) -> list[str]:
-    """Return the overrides that select the adapter at ``path`` and, if it names one, its base model."""
+def as_overrides(path: Path) -> dict[str, str]:
+    """Return the keys that select the adapter at ``path`` and, if it names one, its base model."""
     settings = read_json(path / CONFIG)
     model = {"model.path": settings.get(BASE), "model.revision": settings.get(REVISION)}
     kind = "dora" if settings.get("use_dora") else "qlora" if nf4.has_config(path) else "lora"
-    named = [f"{key}={value}" for key, value in model.items() if value is not None]
-    return [*named, f"adapter={kind}", f"adapter.path={path}"]
+    named = {key: value for key, value in model.items() if value is not None}
+    return {**named, "adapter": kind, "adapter.path": str(path)}
 
 
 def name_base(export: Path, base: Path) -> None:

@@ -17,10 +17,10 @@ from components.optimizers.weight_groups import WeightGroup, check_groups
 SHARED = ("lr", "weight_decay", "max_grad_norm", "groups")
 """Config keys that every optimizer has."""
 SHAPE = (96, 64)
-TRIAL_LR = 1e-2
-"""Least learning rate of a trial: after smaller updates, any two results look equal."""
 """Shape of the matrix in a trial. It has more than 4096 elements, the size from which 8-bit optimizers
 quantise their state."""
+TRIAL_LR = 1e-2
+"""Least learning rate of the trials that find the scope: after smaller updates, all results look equal."""
 
 StateKind = Literal["moment", "scalar", "other"]
 """A floating-point tensor of the parameter's shape, a number, or something else."""

@@ -232,7 +232,7 @@ def check_evaluate_only(has_eval: bool, hooks: Iterable[str]) -> None:
 
 
 def check_steps(steps: int, available: int) -> None:
-    """Raise ConfigError if a proof or a rehearsal of ``steps`` exceeds the run, which has ``available``."""
+    """Raise ConfigError if a proof or a rehearsal takes more ``steps`` than are ``available`` in the run."""
     if steps > available:
         raise ConfigError(
             f"preflight.steps: is {steps}, but the run has {available}; use preflight.steps={available}, or "

@@ -26,8 +26,9 @@ OLD_NAMES = (
     (re.compile(r"/rewards_margin$"), "/rewards/margins"),
     (re.compile(r"/(mtp_\d+)$"), r"/\1_loss"),
 )
-OLD_ACCURACY = (re.compile(r"/accuracy$"), "/rewards/accuracies")
 """Patterns of metric names before version 0.2.0, and their current names. ``RENAMED`` has further ones."""
+OLD_ACCURACY = (re.compile(r"/accuracy$"), "/rewards/accuracies")
+"""The same for preference losses; ``accuracy`` is the current name for reward models."""
 BLOCK_SIZE = 32 * 2**20
 """Minimum size in bytes of a block for the JSON parser. A file is parsed as one block, because a column may
 first appear in any line of a block, but not in a later block."""

@@ -15,13 +15,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
 from runner import cli
 from runner.commands.arguments import first_line, trusted_modules
-from runner.config.command_line import hydra_value, single_job_overrides
+from runner.config.command_line import hydra_value, joined_options
 from runner.config.renamed_keys import with_current_key
 from runner.config.sources import is_trusted, name_of
 from runner.launch.run_dir import read_run_config
@@ -30,16 +28,12 @@ from runner.launch.run_record import RunRecord
 _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "hook")
 """Groups of the run's overrides that an evaluation leaves out."""
 _DATA = ("data", "experiment", "data.train", "data.eval", "data.sources")
-"""Keys of which one selects the data."""
+"""Keys, any one of which says on which data to evaluate."""
 _DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
 """Keys that name data sets, which only the option ``data=llamafactory`` has."""
 _CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")
 ADAPTER_CONFIG = "adapter_config.json"
-_ONLY = (
-    *("run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0"),
-    # An experiment may choose these.
-    *("hook=[]", "checkpoint.keep_best=null", "early_stopping.metric=null"),
-)
+_ONLY = ("run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0")
 """Overrides of every evaluation."""
 _TRAINING = (
     *("run.eval_every", "run.eval_every_epochs", "run.max_time"),
@@ -54,7 +48,7 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
         ConfigError: if not exactly one checkpoint is given, it is of a kind that cannot be evaluated, or its
             run names code that is not trusted.
     """
-    given = [word for word in arguments if not word.startswith(("checkpoint=", "trust="))]
+    given = [word for word in joined_options(arguments) if not word.startswith(("checkpoint=", "trust="))]
     named = [word.partition("=")[2] for word in arguments if word.startswith("checkpoint=")]
     if len(named) != 1:
         have = "is given twice" if named else "is missing"
@@ -75,7 +69,9 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
     if {"data.eval", "data"} & {*map(name_of, given)} == {"data.eval"} and "data=llamafactory" in known:
         known = [word for word in known if word != "data=llamafactory" and name_of(word) not in _DATASETS]
     words = [*known, *_ONLY, *evaluated_data(known, given), *given]
-    return list({name_of(word): word for word in words}.values())  # of each key the last one
+    options = [word for word in words if word.startswith("-")]  # Hydra refuses them between overrides
+    keys = {name_of(word): word for word in words if word not in options}  # of each key the last one
+    return [*options, *keys.values()]
 
 
 def check_data(folder: Path, given: Sequence[str]) -> None:
@@ -95,7 +91,7 @@ def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
     """
     from components.adapters.peft_folder import as_overrides  # imports torch, which takes seconds
 
-    own = as_overrides(adapter)
+    own = [f"{key}={hydra_value(value)}" for key, value in as_overrides(adapter).items()]
     if "model.path" not in map(name_of, [*own, *given]):
         raise ConfigError(
             f"checkpoint: {adapter}/{ADAPTER_CONFIG} names no base model (base_model_name_or_path); add "
@@ -118,22 +114,23 @@ def recorded(folder: Path) -> list[str]:
             f"checkpoint: {folder} is not a run, a checkpoint in one or a Hugging Face folder; name another."
         )
     record = RunRecord.read(run)
-    given = [with_current_key(word) for word in record.overrides]
-    own = [
-        word
-        for word in given
-        if name_of(word).split(".")[0] not in _LEFT_OUT and name_of(word) not in _TRAINING
-    ]
+    # Options of Hydra, such as --config-dir, would read files that the user has not named.
+    given = [with_current_key(word) for word in record.overrides if not word.startswith("-")]
     words = [
-        *single_job_overrides(own, record.command),
+        *(
+            word
+            for word in given
+            if name_of(word).split(".")[0] not in _LEFT_OUT and name_of(word) not in _TRAINING
+        ),
+        *(["hydra.mode=RUN"] if "sweep" in map(name_of, given) else []),
         f"run.name={hydra_value(f'evaluate_{run.resolve().parent.name}')}",  # not among the trained runs
         f"checkpoint.resume={hydra_value(folder)}",
         "checkpoint.allow_mismatch=true",
     ]
-    if "checkpoint.init_from" in map(name_of, given):
-        # It may name a run, whose newest checkpoint is another one now; the config has the folder.
-        initial = read_run_config(run)["checkpoint"]["init_from"]
-        words.append(f"checkpoint.init_from={hydra_value(initial)}")
+    if (run / "config.yaml").is_file():
+        # An override or an experiment may name a run, whose newest checkpoint is another one now.
+        initial = read_run_config(run)["checkpoint"].get("init_from")
+        words += [] if initial is None else [f"checkpoint.init_from={hydra_value(initial)}"]
     return words
 
 
@@ -183,9 +180,8 @@ def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
     if "data.eval_dataset" in values:
         return [f"data.dataset={values['data.eval_dataset']}", "data.eval_fraction=0"]
     if "data.eval" in values:
-        try:
-            sets = yaml.safe_load(values["data.eval"])  # a path, or several by name
-        except yaml.YAMLError:  # Hydra names what is wrong
+        sets = cli.value_of(f"data.eval={values['data.eval']}")  # a path, or several by name
+        if sets is None:  # Hydra names what is wrong
             return []
         path = next(iter(sets.values()), None) if isinstance(sets, dict) else sets
         # An experiment may select the data itself.

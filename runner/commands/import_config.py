@@ -146,12 +146,10 @@ def flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def scalar(word: str) -> object:
-    """Return ``word`` as a number, true, false or a JSON mapping if it is one, else as text."""
+    """Return ``word`` as a number, a boolean or a JSON mapping if it is one, else as text."""
     try:
         value = yaml.safe_load(word)
     except yaml.YAMLError:
-        return word
-    if isinstance(value, bool) and word.lower() not in ("true", "false"):  # YAML has more words for them
         return word
     return value if isinstance(value, int | float) or word.startswith("{") else word
 

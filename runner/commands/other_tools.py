@@ -23,10 +23,9 @@ COMBINED = ("stage.loss", "stage.loss_weights")
 """Keys whose value may be a list with several entries."""
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "input_output": "segments"}
 """Type of an axolotl data set -> our format. Types that begin with ``chat_template`` are not among them."""
-FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
-
-
 STRATEGIES = ("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy")
+"""Options whose value may be the word ``no``."""
+FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
 
 @dataclass

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+CONFIG_DIR = ("--config-dir", "-cd")
+
 
 def is_sweep(command: Sequence[str]) -> bool:
     """Return whether ``command`` starts a sweep."""
@@ -15,11 +17,20 @@ def single_job_overrides(overrides: Sequence[str], command: Sequence[str]) -> li
 
     If ``overrides`` has ``sweep=OPTION``, ``hydra.mode=RUN`` is added, with which it does not start a sweep.
     """
-    places = [word for word in command if word.startswith(("--config-dir=", "-cd="))]
-    pairs = pairwise(command)
-    places += [f"--config-dir={after}" for word, after in pairs if word in ("--config-dir", "-cd")]
+    places = [word for word in joined_options(command) if word.startswith("--config-dir=")]
     swept = any(word.startswith("sweep=") for word in overrides)
     return [*places, *overrides, *(["hydra.mode=RUN"] if swept else [])]
+
+
+def joined_options(words: Sequence[str]) -> list[str]:
+    """Return the words of a command with its folder of options, if any, as ``--config-dir=DIR``."""
+    found: list[str] = []
+    for before, word in pairwise(["", *words]):
+        if before in CONFIG_DIR:
+            found[-1] = f"--config-dir={word}"
+        else:
+            found.append(f"--config-dir={word[4:]}" if word.startswith("-cd=") else word)
+    return found
 
 
 def hydra_value(value: object) -> str:

@@ -53,6 +53,10 @@ class ConfigSources:
         """Return whether the command line or an experiment file sets ``key``."""
         return self._chooser(key) is not None
 
+    def typed(self, node: str) -> bool:
+        """Return whether the command line sets the key or group ``node``, or a key below it."""
+        return any(f"{name_of(override)}.".startswith(f"{node}.") for override in self.overrides)
+
     def _chooser(self, key: str) -> str | None:
         if any(name_of(override) == key for override in self.overrides):
             return COMMAND_LINE

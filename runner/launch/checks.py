@@ -299,6 +299,22 @@ class RunPreparation:
         return replace(self, experiment=experiment, config=config)
 
 
+def without_training(config: Config, where: ConfigSources) -> Config:
+    """Return the config of an evaluation without the hooks and the watched metric of an experiment file.
+
+    Raises:
+        ConfigError: if the command line watches a metric. Its hooks are refused later.
+    """
+    found = dict(config)
+    if not where.typed("hook"):
+        found["hook"] = {}
+    for group, key in (("checkpoint", "keep_best"), ("early_stopping", "metric")):
+        if where.typed(f"{group}.{key}") and config[group][key] is not None:
+            raise ConfigError(f"{group}.{key}: run.evaluate_only takes no step; leave it out.")
+        found[group] = {**config[group], key: None}
+    return found
+
+
 def check_launch(
     config: Config, where: ConfigSources, command: Sequence[str], began: float | None = None
 ) -> RunPreparation:
@@ -308,6 +324,9 @@ def check_launch(
         ConfigError: if the config or one of these options is wrong.
     """
     experiment = build_experiment(config, where)
+    if experiment.run.evaluate_only:
+        config = without_training(config, where)
+        experiment = build_experiment(config, where)
     check_unread_options(experiment, config, where)
     if experiment.preflight.mode != "check":
         experiment = replace(experiment, model=experiment.model.with_any_tokenizer())

@@ -30,12 +30,12 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
     ),
     (
         "checkpoint.keep_best_mode",
-        lambda e: e.checkpoint.keep_best or e.early_stopping.metric,
+        lambda e: e.checkpoint.keep_best or e.early_stopping.metric or e.run.evaluate_only,
         "checkpoint.keep_best=eval/loss",
     ),
     (
         "early_stopping.patience early_stopping.mode",
-        lambda e: e.early_stopping.metric,
+        lambda e: e.early_stopping.metric or e.run.evaluate_only,
         "early_stopping.metric=eval/loss",
     ),
     (

@@ -588,7 +588,9 @@ def test_sources_of_axolotl_have_their_own_formats(imported: Run) -> None:
 def test_no_is_a_strategy(imported: Run) -> None:
     """YAML reads it as false."""
     command = "trl sft --model_name_or_path m/x --dataset_name trl-lib/Capybara --eval_strategy no"
-    assert "data.eval_split" not in imported("trl", command, suffix=".txt").out
+    answer = imported("trl", f"{command} --packing no", suffix=".txt")
+    assert "data.eval_split" not in answer.out
+    check(answer, {"data.packing": "none"})
     file = "model_name_or_path: m/x\ndataset_name: trl-lib/Capybara\neval_strategy: no\n"
     assert "data.eval_split" not in imported("trl", file, "stage=sft").out
 

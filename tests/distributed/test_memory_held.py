@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def bench() -> Bench:
 def test_the_estimate_is_what_was_held(bench: Bench, layout: str, work: str) -> None:
     cells = bench.cells(layout, work)
     if any(cell.held > cell.estimate for cell in cells if not cell.passes):
-        # Rarely, a block that gloo's threads have freed still counts as held. See `on_cpu`.
+        warnings.warn("measured again: a block that gloo's threads freed may count, see on_cpu", stacklevel=1)
         cells = bench.cells(layout, work)
     for cell in cells:
         assert cell.passes, f"stage {cell.stage}: {cell.ratio:.3f} of what was held, {dict(cell.parts)}"

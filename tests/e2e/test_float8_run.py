@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from tests.distributed.any_to_any_cases import read
 from tests.e2e.commands import SMALL, rows, run_here
 
+FEW_ROWS = ("run.global_batch_size=4", "run.export=false")
+
 
 def test_files_are_those_of_bf16(tmp_path: Path) -> None:
     run = run_here(tmp_path, *SMALL, "run.dtype=fp8", "parallelism=single")
@@ -28,9 +30,6 @@ def test_files_are_those_of_bf16(tmp_path: Path) -> None:
     assert "products in float8: recipe rowwise" in (run / "train.log").read_text()
 
 
-LITTLE = ("run.global_batch_size=4", "run.export=false")
-
-
 @pytest.fixture(scope="module")
 def bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(tmp_path_factory.mktemp("bf16"), "run.dtype=bf16")
@@ -41,7 +40,7 @@ def losses(folder: Path, *options: str) -> list[float]:
 
     Rows are short, because some processors multiply in bf16 at a hundredth of the speed of fp32.
     """
-    run = run_here(folder, "data.max_length=32", "run.max_steps=50", *LITTLE, *options)
+    run = run_here(folder, "data.max_length=32", "run.max_steps=50", *FEW_ROWS, *options)
     return [row["train/loss"] for row in rows(run, "train/loss")]
 
 

@@ -135,10 +135,10 @@ def test_a_job_cancelled_by_others_has_failed(faults: Sweep) -> None:
 def test_a_preempted_job_goes_on_in_its_folder(
     cluster: Cluster, short: Words, limited: Sweep, tmp_path: Path
 ) -> None:
-    """A job on two nodes that is stopped by a signal and by a requeue is bitwise an uninterrupted run."""
+    """A job of 2 x 2 ranks that is stopped by a signal and by a requeue is bitwise an uninterrupted run."""
     steps = "run.max_steps=12"
-    straight = run_here(tmp_path / "straight", *short, steps, "parallelism.dp=2")
-    shape = ("hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=1", "+parallelism.fault=slow")
+    straight = run_here(tmp_path / "straight", *short, steps, "parallelism.dp=4")
+    shape = ("hydra.launcher.nodes=2", TWO, "+parallelism.fault=slow")
     with Sweep(cluster, tmp_path / "o", *short, *shape, steps) as sweep:
         sweep.until(lambda: sweep.steps_of(0) >= 2)
         cluster.run("scancel", "--signal=USR2", sweep.id_of(0))
@@ -152,7 +152,7 @@ def test_a_preempted_job_goes_on_in_its_folder(
         facts = json.loads((preempted / "run.json").read_text())
         assert facts["slurm"] == {"job": sweep.id_of(0), "restarts": 2}
         assert Path(facts["resumed_from"]).parent.parent == preempted
-        assert facts["mesh"]["ranks"] == [[[[0]], [[1]]]]
+        assert facts["mesh"]["ranks"] == [[[[0]], [[1]], [[2]], [[3]]]]
         assert curve(preempted) == curve(straight)
 
 

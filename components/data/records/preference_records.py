@@ -29,7 +29,7 @@ def read_preference(given: Mapping[str, object], options: RecordOptions, origin:
 
 def _margin(record: Mapping[str, object], origin: str) -> float:
     value = record.get("margin")
-    if value is None:
+    if value is None or value == "":
         return 0.0
     try:  # a csv file holds text
         margin = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ _LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def _label(record: Mapping[str, object], origin: str) -> bool:
-    key = "kto_tag" if record.get("label") is None and "kto_tag" in record else "label"
+    key = "kto_tag" if record.get("label") in (None, "") and "kto_tag" in record else "label"
     value = record.get(key)
     remedy = "Write true for a completion to follow, false for one to avoid."
     if value is None:

@@ -160,9 +160,11 @@ def whole_shapes(weights: Sequence[OwnedWeight]) -> Iterator[None]:
     kept = [weight.parameter.data for weight in weights]
     for weight in weights:
         weight.parameter.data = torch.zeros(weight.shape, device=weight.parameter.device)
-    yield
-    for weight, before in zip(weights, kept, strict=True):
-        weight.parameter.data = before
+    try:
+        yield
+    finally:
+        for weight, before in zip(weights, kept, strict=True):
+            weight.parameter.data = before
 
 
 def owners(weights: Iterable[tuple[int, int]]) -> list[int]:

@@ -107,9 +107,10 @@ def train_flops(
 def passes_without_gradient(
     loss: Loss, policy: MatmulSizes, reference: MatmulSizes | None
 ) -> list[MatmulSizes]:
-    """Return the ``forward_only`` of ``train_flops`` for a step with ``loss``.
+    """Return the sizes of the model of each pass without gradient in a step with ``loss``.
 
-    The mismatched answers of KTO pass both models. They are those of other records, in the mean as long.
+    The mismatched answers of KTO pass both models. They are the answers of other records, so on average they
+    are as long as the trained ones.
     """
     passes = [] if reference is None else [reference]
     return [*passes, policy, *passes] if getattr(loss, "has_mismatched_answers", False) else passes

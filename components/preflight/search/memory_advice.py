@@ -153,10 +153,11 @@ def candidates(change: Variation) -> Iterator[Variation]:
         if case.reference == "frozen" and case.reference_model is None and source == "auto":
             adapted = replace(adapted, reference="adapter_off")
         yield change.vary(adapted, {"adapter": "lora"}, alters=True)
-    # A policy in 4 bits may not have a reference model in full precision.
-    precise = "precomputed" in (source, change.overrides.get("stage.reference"))
-    precise |= case.reference == "frozen" and case.reference_model is None
-    if (lora := case.adapter) is not None and not (lora.quantize or lora.dora or lora.is_pissa or precise):
+    # The reference is then the model in full precision, which a policy in 4 bits may not have.
+    in_full_precision = "precomputed" in (source, change.overrides.get("stage.reference"))
+    in_full_precision |= case.reference == "frozen" and case.reference_model is None
+    lora = None if in_full_precision else case.adapter
+    if lora is not None and not (lora.quantize or lora.dora or lora.is_pissa):
         quantized = replace(case, adapter=replace(lora, quantize="nf4"))
         key = {"adapter": "qlora"} if "adapter" in change.overrides else {"adapter.quantize": "nf4"}
         yield change.vary(quantized, key, alters=True)

@@ -1,5 +1,6 @@
 """The jobs of a sweep in SLURM's queue: watch them, cancel them, and record the outcome of each."""
 
+import shlex
 import subprocess
 import sys
 import time
@@ -178,10 +179,7 @@ def describe_end(job: SubmittedJob, known: JobRecord, ended: str) -> str:
     if known.status == "failed":
         return str(known.error)
     if known.status == "interrupted":
-        onward = (
-            "nothing is saved"
-            if folder is None
-            else f"resume it with checkpoint.resume={hydra_value(folder)}"
-        )
+        resumed = f"checkpoint.resume={hydra_value(folder)}"
+        onward = "nothing is saved" if folder is None else f"resume it with {shlex.quote(resumed)}"
         return f"{ended}\nit was stopped, and is not queued again; {onward}"
     return f"the end of {job.log}:{read_last_lines(job.log)}\n{ended}"

@@ -163,6 +163,16 @@ def test_tensorboard_goes_on_after_the_checkpoint(run_dir: Path) -> None:
     assert scalars(run_dir / "tensorboard")["train/loss"] == [(1, 11.0), (2, 2.0)]
 
 
+def test_a_new_run_logs_every_step(run_dir: Path) -> None:
+    with mock.patch("wandb.init") as init:
+        run = init.return_value
+        run.id, run.starting_step = "abc", 0
+        logger = Wandb().open(RunInfo(run_dir, CONFIG))
+    for step in (0, 1):
+        logger.log({"step": step, "eval/loss": 2.0})
+    assert [call.kwargs["step"] for call in run.log.call_args_list] == [0, 1]
+
+
 def test_an_owed_evaluation_reaches_the_server(run_dir: Path) -> None:
     """A run that resumes at step 4 evaluates there; the server has its training row already."""
     with mock.patch("wandb.init") as init:

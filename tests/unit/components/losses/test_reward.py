@@ -125,7 +125,7 @@ def test_margins_travel_with_their_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "margin", "message"),
     [
-        ("ranked", "1", "field 'margin' is '1'. Write a number"),
+        ("ranked", "one", "field 'margin' is 'one'. Write a number"),
         ("ranked", True, "field 'margin' is True"),
         ("preference", 0.5, "only stage=rm reads the margin of a pair"),
     ],

@@ -152,7 +152,7 @@ def test_a_job_alone_is_no_sweep() -> None:
         "hydra.mode=RUN",
     ]
     assert single_job_overrides(("seed=1",), ["runner", "-m", "-cd=conf", "seed=1,2"]) == [
-        "-cd=conf",
+        "--config-dir=conf",
         "seed=1",
     ]
 
