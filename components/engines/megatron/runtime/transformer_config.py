@@ -210,17 +210,25 @@ def head_dim(hf: PreTrainedConfig) -> int:
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
+WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "qwen3_moe")
+"""Families whose layers all have the window ``sliding_window``, whatever ``layer_types`` says."""
+WINDOW_BY_LAYER_TYPE = ("qwen2", "qwen3")
+"""Families whose layers of the type ``sliding_attention`` have it."""
+
+
 def windows(hf: PreTrainedConfig) -> tuple[int | None, ...]:
     """Return each layer's attention window in tokens, including the current one; None means no limit.
 
-    The MTP layers follow, with the window of the last layer.
+    The MTP layers follow, with the window of the last layer. Fields of a config.json that the family's model
+    in transformers does not read have no effect here either.
     """
-    window = getattr(hf, "sliding_window", None)
-    types = getattr(hf, "layer_types", None)
-    if types is None:  # without types all layers have the same window, or none
-        return (window,) * (hf.num_hidden_layers + num_mtp_layers(hf))
-    kinds = [*types, *types[-1:] * num_mtp_layers(hf)]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    number = hf.num_hidden_layers + num_mtp_layers(hf)
+    if hf.model_type in WINDOW_IN_EVERY_LAYER:
+        return (hf.sliding_window,) * number
+    if hf.model_type not in WINDOW_BY_LAYER_TYPE:
+        return (None,) * number
+    kinds = [*hf.layer_types, *hf.layer_types[-1:] * num_mtp_layers(hf)]
+    return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
 
 @dataclass(frozen=True)

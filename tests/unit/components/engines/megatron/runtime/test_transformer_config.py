@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from components.contracts.device import DeviceKind
 from components.contracts.engine import EngineOptions
@@ -12,6 +13,28 @@ from components.contracts.errors import ConfigError
 from components.engines.megatron.runtime import transformer_config as module
 from components.engines.megatron.runtime.transformer_config import transformer_config
 from tests.distributed.cases import megatron, spec
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
+def test_windows_are_those_of_transformers(family: str) -> None:
+    """Some families read no ``sliding_window`` or no ``layer_types``, whatever config.json has."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    kinds = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+    experts = {"num_local_experts": 2, "num_experts": 2, "moe_intermediate_size": 8, "num_experts_per_tok": 1}
+    given = {
+        **sizes,
+        **heads,
+        **kinds,
+        "sliding_window": 3,
+        **(experts if family in ("mixtral", "qwen3_moe") else {}),
+    }
+    config = AutoConfig.for_model(family, **given)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        weights = model(torch.arange(8)[None], output_attentions=True).attentions
+    seen = [int((layer[0, 0, -1] > 0).sum()) for layer in weights]  # by the last of eight tokens
+    assert [window or 8 for window in module.windows(config)] == seen
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (2, 2)])
