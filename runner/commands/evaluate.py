@@ -19,7 +19,7 @@ from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
 from runner import cli
 from runner.commands.arguments import first_line, trusted_modules
-from runner.config.command_line import hydra_value, joined_options
+from runner.config.command_line import hydra_value, join_config_dir
 from runner.config.renamed_keys import with_current_key
 from runner.config.sources import is_trusted, name_of
 from runner.launch.run_dir import read_run_config
@@ -48,7 +48,7 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
         ConfigError: if not exactly one checkpoint is given, it is of a kind that cannot be evaluated, or its
             run names code that is not trusted.
     """
-    given = [word for word in joined_options(arguments) if not word.startswith(("checkpoint=", "trust="))]
+    given = [word for word in join_config_dir(arguments) if not word.startswith(("checkpoint=", "trust="))]
     named = [word.partition("=")[2] for word in arguments if word.startswith("checkpoint=")]
     if len(named) != 1:
         have = "is given twice" if named else "is missing"

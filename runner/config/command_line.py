@@ -17,13 +17,13 @@ def single_job_overrides(overrides: Sequence[str], command: Sequence[str]) -> li
 
     If ``overrides`` has ``sweep=OPTION``, ``hydra.mode=RUN`` is added, with which it does not start a sweep.
     """
-    places = [word for word in joined_options(command) if word.startswith("--config-dir=")]
+    places = [word for word in join_config_dir(command) if word.startswith("--config-dir=")]
     swept = any(word.startswith("sweep=") for word in overrides)
     return [*places, *overrides, *(["hydra.mode=RUN"] if swept else [])]
 
 
-def joined_options(words: Sequence[str]) -> list[str]:
-    """Return the words of a command with its folder of options, if any, as ``--config-dir=DIR``."""
+def join_config_dir(words: Sequence[str]) -> list[str]:
+    """Return the words of a command; ``--config-dir DIR`` and ``-cd DIR`` become one long-form word."""
     found: list[str] = []
     for before, word in pairwise(["", *words]):
         if before in CONFIG_DIR:

@@ -66,7 +66,7 @@ class WholeWeightOptimizer:
             weight.owner = owner
         self.owned = [weight for weight in weights if weight.is_mine]
         of_class = description if isinstance(description, TorchClass) else None
-        with whole_shapes(self.owned if of_class else ()):  # some classes create state when they are built
+        with whole_shapes(self.owned if of_class else ()):  # some classes create state in their constructor
             named = [(weight.name, weight.parameter) for weight in self.owned]
             self.optimizer = torch_optimizer(description, named) if named else None
         self.group_kinds = of_class.state.group_scalars if of_class else ()
@@ -156,7 +156,7 @@ class WholeWeightOptimizer:
 
 @contextmanager
 def whole_shapes(weights: Sequence[OwnedWeight]) -> Iterator[None]:
-    """Give the parameters of the weights their full shape, filled with zeros, inside of the context."""
+    """Give each weight's ``parameter`` zeros of the full shape, and on exit its previous data again."""
     kept = [weight.parameter.data for weight in weights]
     for weight in weights:
         weight.parameter.data = torch.zeros(weight.shape, device=weight.parameter.device)

@@ -90,7 +90,7 @@ def train_flops(
 
     Args:
         sum_squared_seqlens: Sum of squared lengths over the sequences of the step, packed or not.
-        forward_only: Sizes of the model of each pass without gradient over as many tokens.
+        forward_only: For each pass without gradient over as many tokens, the sizes of its model.
     """
 
     def forward(of: MatmulSizes) -> float:
@@ -107,10 +107,10 @@ def train_flops(
 def passes_without_gradient(
     loss: Loss, policy: MatmulSizes, reference: MatmulSizes | None
 ) -> list[MatmulSizes]:
-    """Return the sizes of the model of each pass without gradient in a step with ``loss``.
+    """Return, for each forward pass without gradient in a step with ``loss``, the sizes of its model.
 
-    The mismatched answers of KTO pass both models. They are the answers of other records, so on average they
-    are as long as the trained ones.
+    KTO also runs mismatched answers through the policy and the reference. These are answers of other records,
+    so such a pass counts with as many tokens as that of the trained answers.
     """
     passes = [] if reference is None else [reference]
     return [*passes, policy, *passes] if getattr(loss, "has_mismatched_answers", False) else passes

@@ -211,9 +211,9 @@ def head_dim(hf: PreTrainedConfig) -> int:
 
 
 WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "qwen3_moe")
-"""Families whose layers all have the window ``sliding_window``, whatever ``layer_types`` says."""
+"""Model families in which every layer has the config's ``sliding_window``, whatever ``layer_types`` says."""
 WINDOW_BY_LAYER_TYPE = ("qwen2", "qwen3")
-"""Families whose layers of the type ``sliding_attention`` have it."""
+"""Model families in which the layers with the type ``sliding_attention`` have the ``sliding_window``."""
 
 
 def windows(hf: PreTrainedConfig) -> tuple[int | None, ...]:
