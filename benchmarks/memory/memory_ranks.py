@@ -105,6 +105,7 @@ def allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
 
 
 def on_gpu(begin: Callable[[], None], measured: Callable[[], None]) -> int:
+    gc.collect()
     before = torch.cuda.memory_allocated()
     begin()
     gc.collect()

@@ -112,6 +112,12 @@ class Engine(LossEngine, Protocol):
     def keeping_random_streams(self) -> AbstractContextManager[None]:
         """Return a context manager that restores this rank's random states on exit."""
 
+    def holding_optimizer_state(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the optimizer has the state that its first update creates.
+
+        It needs as much memory as in later steps. If only an update can create it, it is dropped on exit.
+        """
+
     def max_over_ranks(self, value: float) -> float:
         """Return the maximum of ``value`` over all ranks, reduced in host memory so that no GPU waits."""
 

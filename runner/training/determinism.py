@@ -23,14 +23,18 @@ def deterministic(enabled: bool) -> Iterator[None]:
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     os.environ |= ENVIRONMENT
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+    # Otherwise torch writes NaN into every new empty tensor, such as those of logits.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         torch.backends.cudnn.benchmark = benchmark
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         for name, value in environ.items():
             if value is None:
                 del os.environ[name]

@@ -112,13 +112,17 @@ def wants_trial_step(t: TrainContext) -> bool:
 def take_trial_step(t: TrainContext) -> None:
     """Run forward and backward on the largest micro-batch of the run, and discard the gradients.
 
-    A run that needs too much memory fails here, in its first seconds. Weights, optimizer and random state are
-    unchanged afterwards. A neighbouring micro-batch of the same step is included, because accumulated
-    gradients also need memory.
+    A run that needs too much memory fails here, in its first seconds, because the optimizer already has its
+    state. Weights, optimizer and random state are unchanged afterwards. A neighbouring micro-batch of the
+    same step is included, because accumulated gradients also need memory.
     """
     t.watchdog.beat("in the trial step")
     step, index = t.train_data.largest_microbatch()
-    with naming_step(f"trial step, with the batch of step {step + 1}"), t.engine.keeping_random_streams():
+    with (
+        naming_step(f"trial step, with the batch of step {step + 1}"),
+        t.engine.keeping_random_streams(),
+        t.engine.holding_optimizer_state(),
+    ):
         batches = t.train_data.microbatches(step)
         first = max(min(index, len(batches) - 2), 0)
         microbatches = t.loss.prepare(batches[first : first + 2], t.engine)

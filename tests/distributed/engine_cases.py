@@ -1,6 +1,7 @@
 """Rank functions of test_engine.py."""
 
 import math
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from components.adapters import LoRA
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.engine import StepResult
 from components.contracts.errors import TrainingError
@@ -96,6 +98,51 @@ def two_steps(on: Layout) -> tuple[StepResult, dict[str, Tensor]]:
     after = snapshot(engine)
     engine.close()
     return result, after
+
+
+def state_of_a_trial(on: Layout, optimizer: Optimizer) -> tuple[int, int, bool]:
+    """Return the elements of the optimizer's state in a trial before the first step, and after the step.
+
+    Also return whether the trial changed the step.
+    """
+    engine, loss = make_engine(on=on, optimizer=optimizer), next_token()
+    expected = step(engine, share(engine, "packed", 2), loss)
+    after = state_size(engine)
+    engine.close()
+    engine = make_engine(on=on, optimizer=optimizer)
+    with engine.holding_optimizer_state():
+        within = state_size(engine)
+        engine.begin_train_step(batches := share(engine, "packed", 2), loss)
+        engine.train_microbatches(batches, loss, last=True)
+        engine.abort_train_step()
+    changed = step(engine, share(engine, "packed", 2), loss) != expected or state_size(engine) != after
+    engine.close()
+    return within, after, changed
+
+
+def state_size(engine: Any) -> int:
+    """Return the number of elements of the tensors in the states of this rank's optimizers."""
+    of_engine = engine.update if hasattr(engine, "update") else engine.optimizer
+    members = of_engine.members.values() if hasattr(of_engine, "members") else ()
+    found = [inner for member in members for inner in member.inner] or [of_engine.optimizer]
+    states = [state for optimizer in found if optimizer for state in optimizer.state.values()]
+    return sum(v.numel() for state in states for v in state.values() if isinstance(v, Tensor) and v.ndim)
+
+
+def weights_after_the_end(on: Layout, adapter: LoRA | None) -> tuple[int, int]:
+    """Return the number of parameters of an engine that has taken a step, and how many outlive its end."""
+    engine = make_engine(on=on, adapter=adapter, reference="adapter_off" if adapter else "frozen")
+    step(engine, share(engine, "packed", 2), next_token())
+    alive = references(engine)
+    engine.close()
+    return len(alive), sum(reference() is not None for reference in alive)
+
+
+def references(engine: Any) -> list[Any]:
+    """Return weak references to all parameters of the trained and the reference model."""
+    models = [getattr(engine, name, None) for name in ("scorer", "chunks", "reference")]
+    chunks = [chunk for model in models for chunk in (model if isinstance(model, list) else [model]) if chunk]
+    return [weakref.ref(parameter) for chunk in chunks for parameter in chunk.parameters()]
 
 
 def largest_rank(on: Layout) -> float:

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from components.adapters import LoRA
+from components.optimizers import AdamW, Muon, Optimizer, TorchClass
 from tests.distributed import engine_cases as cases
 from tests.distributed.cases import fsdp2, make_engine, plain_model, plain_step
 from tests.ranks import Ranks
 
 Run = Callable[..., list[Any]]
+KINDS = ["adamw", "muon", "class"]
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,22 @@ def test_abort_leaves_no_trace(run: Run, detour: Callable[..., Any]) -> None:
         assert unchanged
         assert result == straight
         assert cases.identical(after, state)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [AdamW(lr=1e-3), Muon(lr=1e-3), TorchClass(torch.optim.NAdam, 1e-3)], ids=KINDS
+)
+def test_a_trial_has_the_state_of_later_steps(run: Run, optimizer: Optimizer) -> None:
+    for within, after, changed in run(cases.state_of_a_trial, optimizer):
+        assert within == after > 0
+        assert not changed
+
+
+@pytest.mark.parametrize("adapter", [None, LoRA()], ids=["full", "lora"])
+def test_no_weight_outlives_its_engine(run: Run, adapter: LoRA | None) -> None:
+    for number, alive in run(cases.weights_after_the_end, adapter):
+        assert number > 0
+        assert alive == 0
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])

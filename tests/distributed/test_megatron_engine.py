@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from components.adapters import LoRA
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.optimizers import SGD, AdamW, WeightGroup
+from components.optimizers import SGD, AdamW, Muon, Optimizer, WeightGroup
 from tests.distributed import engine_cases as cases
 from tests.distributed import megatron_cases
 from tests.distributed.cases import assert_same, fsdp2, make_engine, megatron, plain_step
@@ -59,6 +60,25 @@ def test_abort_leaves_no_trace(run: Run, name: str, detour: Callable[..., Any]) 
         assert unchanged
         assert result == straight
         assert cases.identical(after, state)
+
+
+@pytest.mark.parametrize("name", ["single", "dp2", "pp2"])
+@pytest.mark.parametrize("optimizer", [AdamW(lr=1e-3), Muon(lr=1e-3)], ids=["adamw", "muon"])
+def test_a_trial_has_the_state_of_later_steps(run: Run, name: str, optimizer: Optimizer) -> None:
+    layout = (
+        LAYOUTS[name] if isinstance(optimizer, AdamW) else replace(LAYOUTS[name], overlap_param_gather=None)
+    )
+    for within, after, changed in run(cases.state_of_a_trial, layout, optimizer):
+        assert within == after > 0
+        assert not changed
+
+
+@pytest.mark.parametrize("name", ["single", "dp2", "pp2"])
+@pytest.mark.parametrize("adapter", [None, LoRA()], ids=["full", "lora"])
+def test_no_weight_outlives_its_engine(run: Run, name: str, adapter: LoRA | None) -> None:
+    for number, alive in run(cases.weights_after_the_end, LAYOUTS[name], adapter):
+        assert number > 0
+        assert alive == 0
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])

@@ -8,6 +8,8 @@ import torch
 
 from components.contracts.errors import FAILED
 from components.data.loader import TokenDataLoader
+from components.engines.fsdp2.engine import FSDP2Engine
+from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
 from tests.e2e.commands import SMALL, call_here, curve, run_here
 
 EXPERTS = [*SMALL, "model=moe_tiny", "model.architecture.moe_intermediate_size=32", "data.max_length=64"]
@@ -22,6 +24,8 @@ RUNS = {
         "parallelism.overlap_param_gather=true",
     ],
     "sharded": [*SMALL, "parallelism=fsdp2", "stage=kto"],
+    "muon": [*SMALL, "optimizer=muon"],
+    "state of a class": [*SMALL, "optimizer=torch", "optimizer._target_=torch.optim.NAdam"],
     "fsdp2 experts": [*EXPERTS, "parallelism=fsdp2_ep2"],
     "megatron experts": [*EXPERTS, "parallelism=ep2"],
 }
@@ -44,6 +48,20 @@ def test_too_little_memory_is_told_before_the_first_step(
     with mock.patch("components.engines.fsdp2.engine.FSDP2Engine.train_microbatches", out_of_memory):
         assert call_here(*SMALL, "run.trial_step=true", f"run.output_dir={tmp_path}") == FAILED
     assert "trial step, with the batch of step" in capfd.readouterr().err
+
+
+def test_the_optimizer_has_its_state_in_the_trial(tmp_path: Path) -> None:
+    states: list[int] = []
+    plain = FSDP2Engine.abort_train_step
+
+    def abort(engine: FSDP2Engine) -> None:
+        assert isinstance(engine.optimizer, ShardedOptimizer)
+        states.append(len(engine.optimizer.optimizer.state) - len(engine.weights))
+        plain(engine)
+
+    with mock.patch.object(FSDP2Engine, "abort_train_step", abort):
+        run_here(tmp_path, *SMALL, "run.export=false", "run.trial_step=true")
+    assert states == [0]
 
 
 @pytest.mark.parametrize("packing", ["bfd", "none"])

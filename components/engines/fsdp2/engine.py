@@ -3,7 +3,7 @@
 import gc
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -182,6 +182,9 @@ class FSDP2Engine(TrainStepEngine):
             yield
         finally:
             state_dict.restore_rng(streams)
+
+    def holding_optimizer_state(self) -> AbstractContextManager[None]:
+        return self.optimizer.holding_state()
 
     # ---- without gradient
 

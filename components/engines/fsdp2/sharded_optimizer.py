@@ -75,11 +75,18 @@ class ShardedOptimizer:
         It consists of this rank's shards of the moments, which share the optimizer's memory, and of copies of
         the scalars, such as the number of updates, each of shape ``(1,)``.
         """
+        with self.holding_state():
+            return self._moments() | self._numbers()
+
+    @contextmanager
+    def holding_state(self) -> Iterator[None]:
+        """Have the state of all weights within the context; drop on exit what only an update can create."""
         created = self._create()
-        tensors = self._moments() | self._numbers()
-        for shard in created:
-            self.optimizer.state.pop(shard, None)  # a class may keep no state
-        return tensors
+        try:
+            yield
+        finally:
+            for shard in created:
+                self.optimizer.state.pop(shard, None)  # a class may keep no state
 
     @contextmanager
     def loading(self) -> Iterator[dict[str, Tensor]]:

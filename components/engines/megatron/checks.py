@@ -116,7 +116,7 @@ def check_run(
         ConfigError: if Megatron or its engine here does not support the run or would compute it wrongly.
     """
     check_device(layout, options.device)
-    check_optimizer(layout, optimizer)
+    check_optimizer(layout, optimizer, options.dtype)
     check_supported(model)
     check_tp(layout.tp, model.config)
     if layout.cp_comm_type == "a2a":
@@ -186,11 +186,16 @@ def updates_whole_weights(optimizer: Optimizer) -> bool:
     return not isinstance(optimizer, AdamW | SGD)
 
 
-def check_optimizer(layout: Layout, optimizer: Optimizer) -> None:
+def check_optimizer(layout: Layout, optimizer: Optimizer, dtype: torch.dtype) -> None:
     if layout.optimizer_cpu_offload and not layout.distributed_optimizer:
         raise ConfigError(
             "parallelism.optimizer_cpu_offload: is part of Megatron's distributed optimizer; "
             "set parallelism.distributed_optimizer=true, or leave it out."
+        )
+    if layout.optimizer_cpu_offload and dtype == torch.float32:
+        raise ConfigError(
+            "parallelism.optimizer_cpu_offload: Megatron moves only the fp32 copies of weights in half "
+            "precision; use run.dtype=bf16, or leave it out."
         )
     if isinstance(optimizer, TorchClass):
         optimizer.check_divisible()

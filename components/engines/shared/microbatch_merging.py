@@ -30,7 +30,8 @@ def group_microbatches(
     if any(batch.cu_seqlens is None for batch in microbatches):
         return [[batch] for batch in microbatches]
     sizes = [batch.labels.numel() for batch in microbatches]
-    number = torch.tensor(largest_number(sizes, MAX_TOKENS[device.type]), device=device)
+    # In host memory, so that no GPU waits.
+    number = torch.tensor(largest_number(sizes, MAX_TOKENS[device.type]))
     dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
     each = int(number)
     return [list(microbatches[i : i + each]) for i in range(0, len(microbatches), each)]

@@ -9,8 +9,16 @@ from components.contracts.batch import Batch
 from components.contracts.errors import TrainingError
 
 REMEDY = "lower run.micro_batch_size or data.max_length, or set parallelism.activation_checkpointing=full"
-HOST = ("not enough memory", "DefaultCPUAllocator", "Cannot allocate memory")
-"""Parts of the messages of torch's host memory allocator, which raises an ordinary RuntimeError."""
+MESSAGES = (
+    "not enough memory",
+    "DefaultCPUAllocator",
+    "Cannot allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
+"""Parts of messages of an ordinary RuntimeError: of torch's allocators of host memory and of page-locked
+memory, of cuBLAS, and of Triton."""
 
 
 class MicrobatchOutOfMemory(TrainingError):
@@ -20,7 +28,7 @@ class MicrobatchOutOfMemory(TrainingError):
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in HOST)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in MESSAGES)
 
 
 @contextmanager

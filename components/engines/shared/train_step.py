@@ -123,9 +123,15 @@ class TrainStepEngine(Engine):
         before_update: Callable[[], object] | None = None,
     ) -> StepResult:
         assert self.sums is not None, "finish_train_step without begin_train_step"
-        means, n_main = self.reduce_sums(self.sums)
         self.reduce_gradients()
+        counts = self.sums.counts
+        if counts is None:
+            means, n_main = self.reduce_sums(self.sums)
+        else:  # known before the host reads the sums, for which it waits
+            n_main = next(iter(counts.values()))
         self.divide_gradients(max(n_main, 1) * self.sums.factor)  # the only division of a step
+        if counts is not None:
+            means, _ = self.reduce_sums(self.sums)
         grad_norm, loss = self.grad_norm(), means.pop("loss")
         zeros = self.count_zeros() if self.options.count_zeros else None
         if before_update is not None:
@@ -158,8 +164,11 @@ class TrainStepEngine(Engine):
 
     def layer_norms(self) -> dict[str, float]:
         squares = defaultdict[str, float](float)
-        for name, part in self.named_gradients():
-            squares[layer_of(name)] += torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2
+        filled = [(name, part) for name, part in self.named_gradients() if part.numel()]
+        if filled:  # the host waits once, for all of them
+            norms = torch._foreach_norm([part for _, part in filled], 2, dtype=torch.float64)
+            for (name, _), norm in zip(filled, torch.stack(norms).tolist(), strict=True):
+                squares[layer_of(name)] += norm**2
         total = Counter[str]()  # a pipeline stage has only some of the layers
         for of_rank in all_gather_objects(dict(squares), None):
             total.update(of_rank)
@@ -184,7 +193,7 @@ class TrainStepEngine(Engine):
     # ---- between ranks
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
-        packed = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        packed = torch.tensor(list(values), dtype=torch.float64)  # in host memory, so that no GPU waits
         dist.all_reduce(packed, group=self.group)
         total: list[float] = packed.tolist()
         return total

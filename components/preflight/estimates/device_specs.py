@@ -28,6 +28,9 @@ LOOPBACK = 1e9
 PER_NODE = 8
 PROGRAM = 600 * 2**20
 """Bytes of a CPU process before its first tensor: Python, torch, transformers."""
+GPU_PROGRAM = 3 * 2**29
+"""Bytes of a GPU that are left for other things than tensors: the context of CUDA with all loaded kernels,
+and the buffers of NCCL and cuBLAS."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ def find_device(
         here, total = module.get_device_name(0), module.get_device_properties(0).total_memory
         link = next((GPUS[known].link for known in LONGEST_FIRST if known in here), HOST)
         flops = peak_flops(torch.device(kind), dtype)
-        return Device(here, kind, budget or total, True, flops, GPU_MFU, link, NETWORK, PER_NODE)
+        held = budget or total - GPU_PROGRAM
+        return Device(here, kind, held, True, flops, GPU_MFU, link, NETWORK, PER_NODE)
     share = machine_memory() // local_ranks - PROGRAM
     flops = peak_flops(torch.device("cpu"), dtype) / local_ranks
     shown = f"CPU, shared by {local_ranks}" if local_ranks > 1 else "CPU"

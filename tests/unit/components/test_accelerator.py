@@ -120,7 +120,9 @@ def test_preflight_measures_devices_without_a_data_sheet(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr("components.preflight.estimates.device_specs.peak_flops", lambda *_: 3e12)
     found = find_device("xpu", None, None, local_ranks=2, dtype=torch.bfloat16)
-    assert (found.name, found.kind, found.memory, found.flops) == ("Max 1550", "xpu", 48 * 2**30, 3e12)
+    assert (found.name, found.kind, found.flops) == ("Max 1550", "xpu", 3e12)
+    assert found.memory == 46.5 * 2**30
+    assert find_device("xpu", None, "48GiB", local_ranks=2, dtype=torch.bfloat16).memory == 48 * 2**30
 
 
 def test_the_runner_and_the_contracts_do_not_call_cuda() -> None:

@@ -151,7 +151,6 @@ PATCHES = (
     Patch(
         symbols=(
             "megatron.core.optimizer.optimizer.torch",
-            "megatron.core.optimizer.clip_grads.torch",
             "megatron.core.pipeline_parallel.schedules.torch",
         ),
         why='makes small tensors with device="cuda"',
@@ -174,7 +173,6 @@ PATCHES = (
         symbols=(
             "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.__init__",
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.__init__",
-            "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32",
         ),
         why="takes torch.cuda.FloatTensor and its kin alone, by Tensor.type",
         replace=during(Tensor, "type", name_cuda_type),

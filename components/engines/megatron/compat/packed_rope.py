@@ -1,18 +1,23 @@
 """The rotary embedding of packed rows with one lookup by position, in place of one slice per sequence.
 
-In every layer, megatron-core cuts queries and keys into sequences, and copies the first rows of its table of
-frequencies for each sequence. These are thousands of calls per micro-batch, for which a GPU often waits.
+In every layer, megatron-core cuts queries and keys into sequences, copies the first rows of its table of
+frequencies for each sequence, and computes their cosines and sines. These are thousands of calls per
+micro-batch, for which a GPU often waits.
 """
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from components.engines.megatron.compat.patching import Patch
 
 _positions = WeakTensorKeyDictionary()
 """Positions of the tokens of a packed row, int64 ``[L]``, by the tensor of its boundaries."""
+_tables = WeakTensorKeyDictionary()
+"""The frequencies and the factor of the last rotation with these boundaries, and the result of ``table``."""
 
 
 def remember(cu_seqlens: Tensor, positions: Tensor) -> None:
@@ -22,6 +27,45 @@ def remember(cu_seqlens: Tensor, positions: Tensor) -> None:
     They are stored as long as the tensor ``cu_seqlens`` exists.
     """
     _positions[cu_seqlens] = positions
+    _tables.pop(cu_seqlens, None)
+
+
+def table(cu_seqlens: Tensor, freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return ``mscale`` times the cosines and the sines of the row, ``[L, 1, D]`` in ``dtype``.
+
+    The first half of the sines is negated. All layers use the result of the first of them.
+    """
+    known = _tables.get(cu_seqlens)
+    if known is None or known[0] is not freqs or known[1] != mscale or known[2].dtype != dtype:
+        angles = freqs.index_select(0, _positions[cu_seqlens]).squeeze(1)
+        cos, sin = ((of(angles) * mscale).to(dtype) for of in (torch.cos, torch.sin))
+        first, second = sin.chunk(2, dim=-1)
+        known = _tables[cu_seqlens] = (freqs, mscale, cos, torch.cat((-first, second), dim=-1))
+    return known[2], known[3]
+
+
+class Rotation(torch.autograd.Function):
+    """The rotation of ``[L, heads, D]`` by a ``table``, with four kernels in each direction.
+
+    Results and gradients are those of Megatron's expression to the last bit, in which autograd would launch
+    three times as many.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return (t * cos).add_(swap(t).mul_(sin))
+
+    @staticmethod
+    def backward(ctx: BackwardCFunction, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors  # type: ignore[misc]
+        return (grads[0] * cos).add_(swap(grads[0] * sin)), None, None
+
+
+def swap(t: Tensor) -> Tensor:
+    """Return a copy of ``t`` with the two halves of the last dimension exchanged."""
+    first, second = t.chunk(2, dim=-1)
+    return torch.cat((second, first), dim=-1)
 
 
 def by_positions(_: object) -> Callable[..., Tensor]:
@@ -31,15 +75,21 @@ def by_positions(_: object) -> Callable[..., Tensor]:
         t: Tensor,
         cu_seqlens: Tensor,
         freqs: Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
         cp_group: object = None,  # noqa: ARG001  the positions are those of this rank
-        **options: object,
     ) -> Tensor:
         """Rotate ``[L, heads, D]`` with the rows of ``freqs``, ``[length, 1, 1, D]``, for their positions.
 
-        ``options`` are those of the function for rows that are not packed.
+        The other options are those of the function for rows that are not packed.
         """
+        if not rotary_interleaved and not multi_latent_attention and freqs.shape[-1] == t.shape[-1]:
+            turned: Tensor = Rotation.apply(t, *table(cu_seqlens, freqs, mscale, t.dtype))
+            return turned
         packed = freqs.index_select(0, _positions[cu_seqlens])
-        rotated: Tensor = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), packed, **options)
+        options = (rotary_interleaved, multi_latent_attention, mscale)
+        rotated: Tensor = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), packed, *options)
         return rotated.squeeze(1)
 
     return rotate

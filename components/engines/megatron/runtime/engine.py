@@ -215,6 +215,9 @@ class MegatronEngine(TrainStepEngine):
         finally:
             state_dict.restore_rng(streams, self.device, rank)
 
+    def holding_optimizer_state(self) -> AbstractContextManager[None]:
+        return self.update.holding_state()
+
     # ---- without gradient
 
     @torch.no_grad()
@@ -297,7 +300,7 @@ class MegatronEngine(TrainStepEngine):
     def close(self) -> None:
         clear_router_state([*self.chunks, *(self.reference or ())])
         del self.chunks, self.reference, self.kept, self.update, self.blocks, self.stored
-        del self.frozen, self.meshes, self.routing
+        del self.frozen, self.meshes, self.routing, self.config  # which holds methods of the chunks
         RotaryEmbedding.forward.cache_clear()  # the cached method holds a reference to the model
         gc.collect()
         parallel_state.destroy_model_parallel()

@@ -1,6 +1,7 @@
 """Megatron's optimizers and the state that they keep for every parameter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.hf_weights import HFTensorSlices, is_expert
-from components.engines.shared.loss_accumulator import count_zeros, global_norm
+from components.engines.shared.loss_accumulator import clip, count_zeros, global_norm
 from components.optimizers import SGD, AdamW, Optimizer, WeightOptions, make_moments, weight_options
 
 
@@ -91,9 +91,9 @@ class DenseOrExpertOptimizer:
         return renamed() if renamed else self.optimizer.get_main_grads_for_grad_norm()
 
     def apply(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
-        parameters = self.optimizer.get_parameters()
-        if max_grad_norm and parameters:  # a stage may have no experts, and kernels refuse an empty list
-            clip_grad_by_total_norm_fp32(parameters, max_grad_norm, grad_norm)
+        # In place: without Apex, Megatron's own function makes a scaled copy of every gradient.
+        gradients = [p.grad for p in self.optimizer.get_parameters() if p.grad is not None]
+        clip(gradients, grad_norm, max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self.optimizer.step_with_ready_grads()
@@ -260,6 +260,12 @@ class MegatronOptimizers:
     def shards(self) -> int:
         """Maximum number of ranks over which the state of a parameter is sharded."""
         return max(m.replicas.size() if m.distributed else 1 for m in self.members.values())
+
+    @contextmanager
+    def holding_state(self) -> Iterator[None]:
+        """Create missing moments, which are zero before the first update; they remain after the context."""
+        self.make_moments()
+        yield
 
     def make_moments(self) -> None:
         for member in self.members.values():

@@ -13,7 +13,8 @@ def switches() -> tuple[object, ...]:
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     environ = [os.environ.get(name) for name in ENVIRONMENT]
-    return algorithms, warn_only, torch.backends.cudnn.benchmark, *environ
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return algorithms, warn_only, torch.backends.cudnn.benchmark, filled, *environ
 
 
 def test_an_operation_that_cannot_says_so_inside_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +22,7 @@ def test_an_operation_that_cannot_says_so_inside_alone(monkeypatch: pytest.Monke
     before, values = switches(), torch.randn(1, 8)
     undetermined(values)
     with deterministic(True):
-        assert switches() == (True, False, False, *ENVIRONMENT.values())
+        assert switches() == (True, False, False, False, *ENVIRONMENT.values())
         with pytest.raises(RuntimeError, match="deterministic implementation"):
             undetermined(values)
     assert switches() == before

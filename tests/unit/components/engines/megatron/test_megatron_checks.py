@@ -199,6 +199,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"optimizer_cpu_offload": True, "device": "cuda"},
         ["parallelism.optimizer_cpu_offload", "parallelism.distributed_optimizer=true"],
     ),
+    "offload in fp32": (
+        {"optimizer_cpu_offload": True, "distributed_optimizer": True, "device": "cuda"},
+        ["parallelism.optimizer_cpu_offload", "run.dtype=bf16"],
+    ),
     "transformer-engine on the CPU": (
         {"transformer_impl": "transformer_engine"},
         ["parallelism.transformer_impl", "on the CPU", "use auto or local"],
@@ -270,7 +274,12 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         {"tp": 2, "cp": 3, "cp_comm_type": "a2a"},
         {"cp": 5},
         {"tp": 4, "shape": {"vocab_size": 7}},
-        {"optimizer_cpu_offload": True, "distributed_optimizer": True, "device": "cuda"},
+        {
+            "optimizer_cpu_offload": True,
+            "distributed_optimizer": True,
+            "device": "cuda",
+            "dtype": torch.bfloat16,
+        },
         {"shape": {"model_type": "mistral", "sliding_window": 16}},
         {"shape": {"model_type": "qwen2"}},
         {"shape": {"model_type": "qwen3", "head_dim": 8}},

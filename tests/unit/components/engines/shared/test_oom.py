@@ -29,6 +29,8 @@ def fail_in(number: int, error: BaseException) -> None:
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
 def test_the_micro_batch_and_the_remedy(error: BaseException) -> None:

@@ -1,5 +1,6 @@
 """The rotary embedding of packed rows, against megatron-core's own."""
 
+import pytest
 import torch
 
 import components.engines.megatron.runtime  # noqa: F401  installs the patches
@@ -18,15 +19,41 @@ class OneRank:
         return 0
 
 
-def test_a_lookup_by_position_rotates_as_one_call_per_sequence() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mscale": 1.25}, {"rotary_interleaved": True}, {"multi_latent_attention": True}, {"rotated": 4}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lookup_by_position_rotates_as_one_call_per_sequence(
+    options: dict[str, float], dtype: torch.dtype
+) -> None:
+    """Results and gradients have the bits of Megatron's function, also with cosines of an earlier call."""
     torch.manual_seed(0)
     (patch,) = packed_rope.PATCHES
     (original,) = patch.originals.values()
     ends = torch.tensor([0, 3, 8, 9], dtype=torch.int32)
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 0])
-    heads, table = torch.randn(9, 2, 6), torch.randn(5, 1, 1, 6)
+    table, weights = torch.randn(5, 1, 1, options.pop("rotated", 6)), torch.randn(9, 2, 6).to(dtype)
     packed_rope.remember(ends, positions)
-    ours = rope_utils._apply_rotary_pos_emb_thd(heads, ends, table, cp_group=OneRank())
-    assert torch.equal(ours, original(heads, ends, table, cp_group=OneRank()))  # type: ignore[operator]
+    for heads in torch.randn(2, 9, 2, 6).to(dtype):
+        found = []
+        for rotate in (rope_utils._apply_rotary_pos_emb_thd, original):
+            given = heads.clone().requires_grad_()
+            ours = rotate(given, ends, table, cp_group=OneRank(), **options)  # type: ignore[operator]
+            (ours * weights).sum().backward()
+            assert given.grad is not None
+            found.append((ours, given.grad))
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     packed_rope.remember(ends, positions.flip(0))
-    assert not torch.equal(rope_utils._apply_rotary_pos_emb_thd(heads, ends, table), ours)
+    assert not torch.equal(rope_utils._apply_rotary_pos_emb_thd(heads, ends, table, **options), ours)
+
+
+def test_other_frequencies_are_not_those_of_the_call_before() -> None:
+    ends, heads = torch.tensor([0, 2], dtype=torch.int32), torch.randn(2, 1, 6)
+    packed_rope.remember(ends, torch.arange(2))
+    slow, fast = (
+        rope_utils._apply_rotary_pos_emb_thd(heads, ends, torch.full((2, 1, 1, 6), angle))
+        for angle in (0.1, 1.0)
+    )
+    assert not torch.equal(slow, fast)

@@ -122,18 +122,6 @@ def makes_an_optimizer() -> None:
     assert optimizer.get_loss_scale().item() == 1
 
 
-def clips_gradients() -> None:
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
-    parameter = nn.Parameter(torch.ones(4))
-    parameter.grad = torch.full((4,), 5.0)
-    expected = [nn.Parameter(torch.ones(4))]
-    expected[0].grad = torch.full((4,), 5.0)
-    torch.nn.utils.clip_grad_norm_(expected, max_norm=1.0)
-    clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=10.0)
-    torch.testing.assert_close(parameter.grad, expected[0].grad)
-
-
 def runs_a_schedule() -> None:
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -302,7 +290,6 @@ PROBES: dict[str, tuple[Callable[[], None], str]] = {
     "torch.cuda.manual_seed": (seeds_every_stream_of_its_own, "from the same state"),
     f"{RANDOM}._set_cuda_rng_state": (forks_a_stream, "a fork left"),
     f"{CORE}.optimizer.optimizer.torch": (makes_an_optimizer, "CUDA|NVIDIA"),
-    f"{CORE}.optimizer.clip_grads.torch": (clips_gradients, "CUDA|NVIDIA"),
     f"{CORE}.pipeline_parallel.schedules.torch": (runs_a_schedule, "CUDA|NVIDIA"),
     f"{CORE}.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank": (
         cuts_positions_for_context_parallelism,
@@ -316,7 +303,6 @@ PROBES: dict[str, tuple[Callable[[], None], str]] = {
         shards_an_optimizer,
         "torch.cuda.FloatTensor",
     ),
-    f"{CORE}.optimizer.clip_grads.clip_grad_by_total_norm_fp32": (clips_gradients, ".*"),
     f"{CORE}.transformer.torch_norm.WrappedTorchNorm.__new__": (
         norms_a_part_of_the_positions,
         "sequence parallel not supported",
