@@ -43,7 +43,8 @@ class Arithmetic:
         if not func.is_view and not name.startswith(NO_KERNEL):
             self.kernels[self.moment] += 1
         if packet in PRODUCTS:
-            self.flops[self.moment, "matmul"] += PRODUCTS[packet](*args, out_val=out)
+            tensors = [value for value in args if isinstance(value, Tensor)]  # and not a dtype of the result
+            self.flops[self.moment, "matmul"] += PRODUCTS[packet](*tensors, out_val=out)
         elif name == "aten::_grouped_mm":
             left, right = args[:2]
             self.flops[self.moment, "grouped matmul"] += 2 * left.numel() * right.shape[-1]

@@ -172,6 +172,8 @@ class FSDP2Engine(TrainStepEngine):
 
     def cancel_backward(self) -> None:
         discard_iteration(self.scorer)
+        if self.scorer.reduction is not None:
+            self.scorer.reduction.reset()
         if self.scorer.offloading is not None:
             self.scorer.offloading.finish()
 

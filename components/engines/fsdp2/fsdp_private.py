@@ -1,8 +1,9 @@
-"""Functions that free FSDP's state between passes: gathered weights, and gradients not reduced yet."""
+"""FSDP's state between passes (gathered weights, gradients not reduced yet), and memory of its reductions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from components.engines.shared.torch_private import drop_unreduced, has_run, reset_iteration
@@ -10,6 +11,29 @@ from components.engines.shared.torch_private import drop_unreduced, has_run, res
 
 def fsdp_modules(scorer: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in scorer.modules() if isinstance(module, FSDPModule))
+
+
+class OneRankReduction:
+    """The memory of reductions over one rank, for ``set_custom_reduce_scatter``.
+
+    For every reduction FSDP allocates its input and then its output, and on one rank it only copies the first
+    to the second. Here the output is the input, so that nothing is copied.
+    """
+
+    def __init__(self) -> None:
+        self.input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.input is not None:
+            output, self.input = self.input, None
+            assert output.shape == torch.Size(size), "the output of a reduction over one rank is its input"
+            return output
+        self.input = torch.empty(size, dtype=dtype, device=device)
+        return self.input
+
+    def reset(self) -> None:
+        """Forget the input of a reduction that did not finish."""
+        self.input = None
 
 
 def release(scorer: nn.Module) -> None:

@@ -22,7 +22,7 @@ from components.contracts.loss import TokenStats
 from components.engines.fsdp2 import float8
 from components.engines.fsdp2.compile import apply_liger, choose_kernels
 from components.engines.fsdp2.context_parallel import ContextParallel, ModelInput
-from components.engines.fsdp2.fsdp_private import fsdp_modules
+from components.engines.fsdp2.fsdp_private import OneRankReduction, fsdp_modules
 from components.engines.fsdp2.grouped_experts import (
     ExpertAdapter,
     GroupedExperts,
@@ -75,6 +75,8 @@ class LogProbModel(nn.Module):
         """This rank's rows of the head. None means that there is no tensor parallelism."""
         self.kernels: Literal["torch", "liger"] = "torch"
         self.offloading: ActivationOffloading | None = None
+        self.reduction: OneRankReduction | None = None
+        """The memory of reductions of gradients. None means that there are several data ranks."""
         self.float8: Json = {}
         """Description by ``float8.convert``. Empty means that no product is in float8."""
 
@@ -266,8 +268,13 @@ def apply_fsdp(
     for block in decoder_blocks(scorer.lm):
         fully_shard(block, reshard_after_forward=layout.reshard_after_forward, **options)
     fully_shard(scorer, **options)
-    # A single rank would copy its gradients once more to divide them by 1.
-    for module in fsdp_modules(scorer) if data_mesh(mesh).size() > 1 else ():
+    scorer.reduction = OneRankReduction() if data_mesh(mesh).size() == 1 else None
+    for module in fsdp_modules(scorer):
+        if (
+            scorer.reduction is not None
+        ):  # without a factor, which would copy the gradients to divide them by 1
+            module.set_custom_reduce_scatter(scorer.reduction)  # type: ignore[arg-type]
+            continue
         # The engine divides once, at the end of the step. On gloo, factor 1 is not enough for a plain sum.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

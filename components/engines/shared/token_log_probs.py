@@ -303,6 +303,8 @@ class Gradients:
             torch.mm(grad_logits, self.weight_in, out=self.rows[chunk])
         if self.weight is not None and self.weight.dtype == rows.dtype:
             self.weight.addmm_(grad_logits.T, rows)
+        elif self.weight is not None and rows.is_cuda:  # added in the product, without rounding it before
+            torch.addmm(self.weight, grad_logits.T, rows, out_dtype=self.weight.dtype, out=self.weight)
         elif self.weight is not None:
             size = len(self.weight)
             if rows.is_cpu:

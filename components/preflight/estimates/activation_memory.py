@@ -166,14 +166,14 @@ def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape, *
     The logits of only one chunk exist at a time: on a CUDA GPU in ``run.dtype``; elsewhere in fp32, with a
     copy in ``run.dtype`` if this is lower. This is an upper bound on a CPU whose vocabulary is not split,
     where fp32 logits exist only for a small block. In a lower dtype, the gradient of a ``trained`` head from
-    one chunk is a matrix of its own, which is added to the fp32 sum. Rows of the hidden state are copied and
-    have a gradient.
+    one chunk is a matrix of its own, which is added to the fp32 sum, except on a CUDA GPU. Rows of the hidden
+    state are copied and have a gradient.
     """
     fused = run.device == "cuda"
     logits_dtype = run.dtype if fused else torch.float32
     chunk = min(chunk_size(FullVocabulary(vocabulary), torch.device(run.device), logits_dtype), labels)
     cast = 0 if run.dtype == torch.float32 else run.size
-    product = hidden * cast if trained else 0
+    product = hidden * cast if trained and not fused else 0
     per_row = chunk * (run.size if fused else FP32 + cast) + product
     return {"logits": per_row * vocabulary, "activations": 2 * labels * hidden * run.size}
 

@@ -266,7 +266,7 @@ class StepMemory:
             "gradients": self.sharded_grads(number + 1)
             + self.accumulated_grads((self.weights.root, *blocks[: number + 1]))
             + (self.weights.head + own.trained) * self.size,
-            "buffers": 0 if last else blocks[number + 1].trained * FP32,
+            "buffers": 0 if last else self.reduced(blocks[number + 1]),
         }
         return add_by_name(passing, *[self.kept_by_head] * pending)
 
@@ -276,7 +276,7 @@ class StepMemory:
         return {
             "gathered": self.gathered(()),
             "gradients": self.sharded_grads(0) + self.accumulated_grads([self.weights.root]) + new,
-            "buffers": self.weights.blocks[0].trained * FP32,
+            "buffers": self.reduced(self.weights.blocks[0]),
         }
 
     def before_root_reduction(self) -> Bytes:
@@ -292,10 +292,10 @@ class StepMemory:
 
         If the replicas are not sharded, a copy of these gradients is divided, which takes a second buffer.
         """
-        root = self.weights.root.trained * FP32
+        root = self.weights.root
         return {
-            "gradients": self.sharded_grads(0) + root // self.shards,
-            "buffers": root * (2 if self.shards == 1 and self.layout.dp_replicate > 1 else 1),
+            "gradients": self.sharded_grads(0) + root.trained * FP32 // self.shards,
+            "buffers": self.reduced(root) * (2 if self.shards == 1 and self.layout.dp_replicate > 1 else 1),
         }
 
     def during_reference(self, weights: ModelParameters, *, gathers: bool = True) -> Bytes:
@@ -350,6 +350,14 @@ class StepMemory:
     def final_norm(self) -> int:
         """Bytes that the last norm saves."""
         return self.tokens * self.hidden * self.blocks[-1].norm
+
+    def reduced(self, part: BlockParameters) -> int:
+        """Return the bytes of the gradients of ``part`` that exist during their reduction only.
+
+        On one rank, they are the gradients after it, unless these are in host memory.
+        """
+        one_rank = self.shards * self.layout.dp_replicate == 1
+        return 0 if one_rank and not self.offloads else part.trained * FP32
 
     def accumulated_grads(self, parts: Iterable[BlockParameters]) -> int:
         """Return the bytes of unsharded fp32 gradients of ``parts`` accumulated by earlier micro-batches."""
