@@ -95,14 +95,20 @@ SPEED = (
     "run.max_steps=16",
 )
 TOGETHER = "run.micro_batch_size=4"
+TWICE = ("run.micro_batch_size=8", "run.global_batch_size=8")
 OURS: Mapping[str, tuple[str, ...]] = {
     "fsdp2 eager": ENGINES["fsdp2"],
     "fsdp2 compiled": (*ENGINES["fsdp2"], "run.compile=true"),
     "fsdp2 compiled, 4 rows": (*ENGINES["fsdp2"], "run.compile=true", TOGETHER),
+    "fsdp2 compiled, 8 rows": (*ENGINES["fsdp2"], "run.compile=true", *TWICE),
     "fsdp2 liger": ("parallelism=single", "run.kernels=liger"),
     "megatron local": ENGINES["megatron"],
     "megatron local, 4 rows": (*ENGINES["megatron"], TOGETHER),
-    "megatron te": ("parallelism=megatron", "parallelism.transformer_impl=transformer_engine"),
+    "megatron te, 4 rows": (
+        "parallelism=megatron",
+        "parallelism.transformer_impl=transformer_engine",
+        TOGETHER,
+    ),
 }
 PEERS = {"transformers loop": "loop", "hf trainer": "hf", "trl": "trl"}
 
@@ -113,7 +119,7 @@ def module(name: str) -> Mapping[str, Installed]:
 
 NEEDS: Mapping[str, Mapping[str, Installed]] = {
     "fsdp2 liger": module("liger_kernel"),
-    "megatron te": {"transformer-engine for torch": has_transformer_engine},
+    "megatron te, 4 rows": {"transformer-engine for torch": has_transformer_engine},
     "hf trainer": module("accelerate"),
     "trl": module("trl"),
 }

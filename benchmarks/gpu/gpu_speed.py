@@ -36,17 +36,19 @@ BETAS = (0.9, 0.95)
 
 @dataclass
 class Clock:
-    """A clock that measures the steps of a program, which calls ``step`` after each of them."""
+    """A clock that measures the steps of a program, which calls ``step`` after each of them.
+
+    The host waits for the device only before the first counted step and after the last one, as in training.
+    """
 
     loader: DataLoader
     device: torch.device
     ends: list[float] = field(default_factory=list)
 
     def step(self) -> None:
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and len(self.ends) < WARM_UP:
             torch.cuda.synchronize()
-            if len(self.ends) < WARM_UP:
-                torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats()
         self.ends.append(time.perf_counter())
 
     def result(self, experiment: Experiment) -> dict[str, float]:
@@ -54,6 +56,9 @@ class Clock:
 
         MFU counts the required FLOPs, as in a run. On a CPU, the peak memory is that of the whole process.
         """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            self.ends[-1] = time.perf_counter()
         stats = [self.loader.stats(step) for step in range(WARM_UP, len(self.ends))]
         seconds = self.ends[-1] - self.ends[WARM_UP - 1]
         steps = sorted(after - before for before, after in pairwise(self.ends[WARM_UP - 1 :]))

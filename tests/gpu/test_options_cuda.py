@@ -51,7 +51,7 @@ OPTIONS = {
     "latent attention": (*LATENT, *FSDP2),
     "megatron padded": (*SMALL, *MEGATRON, "data.packing=none", "stage=kto"),
     "megatron sharded": (*SMALL, *SHARDED),
-    "megatron host state": (*SMALL, *SHARDED, "parallelism.optimizer_cpu_offload=true"),
+    "megatron host state": (*SMALL, *SHARDED, "parallelism.optimizer_cpu_offload=true"),  # not in fp32
     "megatron host activations": (*SMALL, *MEGATRON, "parallelism.activation_offloading=true"),
     "megatron muon": (*SMALL, *MEGATRON, "optimizer=muon"),
     "megatron experts": (*EXPERTS, *MEGATRON),
@@ -69,6 +69,8 @@ def options(name: str) -> Any:
 def test_the_curve_of_the_cpu(
     tmp_path: Path, chosen: tuple[str, ...], dtype: str, of_loss: float, of_norm: float
 ) -> None:
+    if dtype == "fp32" and "parallelism.optimizer_cpu_offload=true" in chosen:
+        pytest.skip("Megatron moves only the fp32 copies of weights in half precision")
     same = (*chosen, f"run.dtype={dtype}", "run.export=false", "optimizer.lr=1e-5")
     on_gpu = rows(run_here(tmp_path / "gpu", *same, "run.device=cuda"), "train/loss")
     on_cpu = rows(run_here(tmp_path / "cpu", *on_plain_fsdp2(same)), "train/loss")
