@@ -43,12 +43,16 @@ class Clock:
 
     loader: DataLoader
     device: torch.device
+    steps: int
+    """Number of steps that the program will take."""
     ends: list[float] = field(default_factory=list)
 
     def step(self) -> None:
         if self.device.type == "cuda" and len(self.ends) < WARM_UP:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+        elif self.device.type == "cuda" and len(self.ends) == self.steps - 1:
+            torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
 
     def result(self, experiment: Experiment) -> dict[str, float]:
@@ -56,9 +60,6 @@ class Clock:
 
         MFU counts the required FLOPs, as in a run. On a CPU, the peak memory is that of the whole process.
         """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            self.ends[-1] = time.perf_counter()
         stats = [self.loader.stats(step) for step in range(WARM_UP, len(self.ends))]
         seconds = self.ends[-1] - self.ends[WARM_UP - 1]
         steps = sorted(after - before for before, after in pairwise(self.ends[WARM_UP - 1 :]))
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str]) -> None:
         epochs=run.epochs,
     )
     loader = data.train_loader(BatchShard(run.global_batch_size, run.micro_batch_size))
-    clock = Clock(loader, torch.device(asked.device))
+    clock = Clock(loader, torch.device(asked.device), run.max_steps)
     PROGRAMS[asked.program](experiment, loader, clock, run.max_steps)
     print(json.dumps(clock.result(experiment)))
 
