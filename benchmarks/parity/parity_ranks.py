@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from pathlib import Path
@@ -94,13 +94,10 @@ def own_count() -> Iterator[None]:
     """Let each data-parallel rank use dp times its own label count as the count of all ranks."""
     from components.engines.megatron.runtime.engine import MegatronEngine
 
-    reduce_sums = MegatronEngine.reduce_sums
+    def own_times_dp(self: Any, values: Sequence[float]) -> list[float]:
+        return [value * self.dp_size for value in values]
 
-    def divide_by_own(self: Any, sums: Any) -> tuple[dict[str, float], int]:
-        means, _ = reduce_sums(self, sums)
-        return means, next(iter(sums.term_counts.values())) * self.dp_size
-
-    with mock.patch.object(MegatronEngine, "reduce_sums", divide_by_own):
+    with mock.patch.object(MegatronEngine, "sum_over_data", own_times_dp):
         yield
 
 

@@ -6,6 +6,7 @@ from components.optimizers.build import (
     WeightOptions,
     decays,
     make_moments,
+    state_bytes,
     torch_optimizer,
     weight_options,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "describe_class",
     "kind_of_state",
     "make_moments",
+    "state_bytes",
     "torch_optimizer",
     "weight_options",
 ]

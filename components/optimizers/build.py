@@ -61,6 +61,11 @@ def torch_optimizer(
     return description.build([{"params": of, **asdict(options)} for options, of in ordered])
 
 
+def state_bytes(optimizer: Optimizer) -> float:
+    """Return the bytes of the state per element of a large matrix, at most: Muon's own have one moment."""
+    return optimizer.state_bytes if isinstance(optimizer, TorchClass) else 4.0 * len(optimizer.moments)
+
+
 def make_moments(optimizer: torch.optim.Optimizer, moments: Sequence[str]) -> None:
     """Create zero moments, as torch's optimizers do, for parameters that have not been updated yet."""
     for group in optimizer.param_groups:

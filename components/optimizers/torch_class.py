@@ -109,6 +109,21 @@ class TorchClass:
             whole=tuple(name for name in names if kinds[name] not in ({"moment"}, {"scalar"})),
         )
 
+    @property
+    def updates_together(self) -> bool:
+        """Whether the class updates all weights of a GPU at once, with a temporary tensor for each."""
+        fused, foreach = (self.options.get(option) for option in ("fused", "foreach"))
+        can = "foreach" in arguments(self.optimizer) and self.scope == "element"
+        return can and not fused and foreach is not False
+
+    @cached_property
+    def state_bytes(self) -> float:
+        """Bytes of the state per element of a large matrix, without tensors of its rows or columns."""
+        optimizer = self._trial([SHAPE])
+        (matrix,) = optimizer.param_groups[0]["params"]
+        tensors = (value for value in optimizer.state[matrix].values() if isinstance(value, Tensor))
+        return sum(value.nbytes for value in tensors if value.numel() >= matrix.numel()) / matrix.numel()
+
     def _check_rates(self) -> None:
         """Raise ConfigError if a number that a checkpoint holds once depends on the rate of a group."""
         optimizer = self._trial([SHAPE], lr_of_vector=2.0)

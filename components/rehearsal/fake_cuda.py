@@ -66,6 +66,9 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __enter__(self) -> Self:
         return self
 
@@ -125,6 +128,9 @@ def install(gpu: Gpu, mode: RehearsalMode) -> None:
     cuda.random.set_rng_state = lambda *_, **__: None
     cuda.default_generators = (torch.default_generator,) * 8
     torch.accelerator.reset_peak_memory_stats = lambda *_, **__: None
+    # FSDP asks it for weights that no block has used.
+    torch.accelerator.current_stream = lambda *_, **__: stream  # type: ignore[assignment]
+    torch.accelerator.synchronize = lambda *_, **__: mode.waits.wait("accelerator.synchronize")
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *_, **__: None)
     F.scaled_dot_product_attention = efficient_attention

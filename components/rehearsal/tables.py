@@ -132,7 +132,8 @@ def communication_rows(case: Candidate, traffic: Sequence[Config]) -> list[Confi
             sent[row["group"]] += round(row["bytes"] * (factor * (ranks - 1) / ranks if ranks > 1 else 1))
     estimated: Counter[str] = Counter()
     for volume in volumes:
-        estimated[volume.dimension] += round(volume.num_bytes)
+        if volume.dimension != "host":  # copies to host memory are not recorded
+            estimated[volume.dimension] += round(volume.num_bytes)
     return [
         {
             "dimension": ", ".join(sorted(names)),

@@ -281,6 +281,7 @@ class RunPreparation:
             max_length=experiment.data.max_length,
             shares_prompts=experiment.data.share_prompt,
             keeps_microbatch_size=experiment.model.moe.depends_on_microbatches,
+            may_add_adapter=not (experiment.model.moe.bias_update_rate or experiment.model.add_tokens),
             layout_keys=frozenset(map(str, self.config["parallelism"])),
         )
 

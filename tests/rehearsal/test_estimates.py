@@ -7,10 +7,21 @@ import pytest
 from tests.rehearsal.rehearsed import GIB, Rehearsed, rehearsed
 
 ROW = ["run.dtype=bf16", "data.max_length=2048"]
+KEPT = "parallelism.activation_checkpointing=none"
 EIGHT = ["model.architecture.num_hidden_layers=8"]
 EIGHT_LAYERS = ["model=llama3_8b", *EIGHT]
 FOUR_LAYERS = ["model=llama3_1b", "model.architecture.num_hidden_layers=4"]
 SINGLE_FP32 = ["model=qwen3_0_6b", "run.dtype=fp32", "model.architecture.num_hidden_layers=2"]
+FOUR_OF_8B = ["model=llama3_8b", "model.architecture.num_hidden_layers=4", KEPT]
+DROPOUT = [*FOUR_OF_8B, "adapter=lora", "adapter.dropout=0.1"]
+KTO = [*FOUR_OF_8B, "stage=kto"]
+ONE_ROW = [
+    "model=qwen3_0_6b",
+    "parallelism=single",
+    "data.max_length=512",
+    "run.micro_batch_size=1",
+    "run.global_batch_size=1",
+]
 LARGE = {
     "1b": ["model=llama3_1b", "parallelism=single"],
     "0.6b fp32": [*SINGLE_FP32, "parallelism=single"],
@@ -52,7 +63,7 @@ LARGE = {
         "parallelism.dp=4",
         "parallelism.sequence_parallel=true",
         "parallelism.distributed_optimizer=true",
-        "parallelism.activation_checkpointing=none",
+        KEPT,
     ],
     "8b megatron averaged": [
         *EIGHT_LAYERS,
@@ -88,6 +99,26 @@ LARGE = {
         "model.mtp.num_layers=1",
         "model.architecture.tie_word_embeddings=false",
     ],
+    "8b dropout": [*DROPOUT, "parallelism=fsdp2", "parallelism.dp=8"],
+    "8b megatron dropout": [
+        *DROPOUT,
+        "parallelism=tp2",
+        "parallelism.dp=2",
+        "parallelism.sequence_parallel=true",
+    ],
+    "8b kto": [*KTO, "parallelism=fsdp2", "parallelism.dp=8"],
+    "8b megatron kto": [*KTO, "parallelism=megatron_dp2"],
+    "0.6b with a trained head": [
+        "model=qwen3_0_6b",
+        "model.architecture.num_hidden_layers=4",
+        "model.architecture.tie_word_embeddings=false",
+        "parallelism=fsdp2",
+        "parallelism.dp=2",
+        "adapter=lora",
+        "adapter.modules_to_save=[lm_head]",
+    ],
+    "0.6b updated together": [*ONE_ROW, "optimizer=torch", "optimizer._target_=torch.optim.NAdam"],
+    "0.6b averaged by its optimizer": [*ONE_ROW, "optimizer=schedule_free"],
     "8b in part": [
         *EIGHT_LAYERS,
         "parallelism=fsdp2",
@@ -137,6 +168,32 @@ OTHER_TRAFFIC = {
             "run.global_batch_size=32",
         ],
     ),
+    "weights beside an adapter": (
+        "dp",
+        [
+            *ONE_LAYER,
+            "parallelism=megatron",
+            "parallelism.dp=4",
+            "parallelism.distributed_optimizer=true",
+            "adapter=lora",
+        ],
+    ),
+    "mismatched answers": ("dp_shard", [*FOUR_LAYERS, "parallelism=fsdp2", "parallelism.dp=4", "stage=kto"]),
+    "a reference of padded rows": (
+        "dp_shard",
+        [
+            *FOUR_LAYERS,
+            "parallelism=fsdp2",
+            "parallelism.dp=2",
+            "stage=dpo",
+            "data.packing=none",
+            "run.micro_batch_size=2",
+        ],
+    ),
+    "a tied embedding in a pipeline": (
+        "pp",
+        [*FOUR_LAYERS, "parallelism=pp2vpp2", "data.max_length=2048", "run.global_batch_size=16"],
+    ),
     "repeated heads": ("cp", [*ONE_LAYER, "parallelism=fsdp2", "parallelism.dp=2", "parallelism.cp=16"]),
     "experts of fsdp2": (
         "dp_shard, ep",
@@ -150,6 +207,19 @@ OTHER_TRAFFIC = {
             "parallelism=tp2ep2",
             "parallelism.dp=4",
             "parallelism.ep=4",
+            "parallelism.sequence_parallel=true",
+            "run.global_batch_size=4",
+            "run.micro_batch_size=1",
+        ],
+    ),
+    "split experts of megatron": (
+        "etp, tp",
+        [
+            "model=moe_tiny",
+            "data.max_length=2048",
+            "parallelism=tp2ep2",
+            "parallelism.etp=2",
+            "parallelism.dp=4",
             "parallelism.sequence_parallel=true",
             "run.global_batch_size=4",
             "run.micro_batch_size=1",

@@ -28,6 +28,11 @@ FSDP2 = {
     "cp2": ["parallelism=fsdp2_cp2", "stage=dpo", "preflight.rank=1"],
     "tp2cp2": ["parallelism=fsdp2_tp2cp2", "preflight.rank=3"],
     "padded": ["parallelism=fsdp2", "data.packing=none"],
+    "frozen beginning": [
+        "parallelism=fsdp2",
+        "model.architecture.tie_word_embeddings=false",
+        "model.freeze=[model.embed_tokens.*,'*.layers.0.*']",
+    ],
     "pt": ["parallelism=fsdp2", "stage=pt"],
     "kto": ["parallelism=fsdp2", "stage=kto"],
     "orpo": ["parallelism=fsdp2", "stage=orpo"],

@@ -84,16 +84,22 @@ def global_norm(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, de
     """Return the L2 norm of the gradients over the shards of all ranks of ``group``, as a float64 scalar.
 
     Collective over ``group``. None means all ranks.
-
-    The sum is in float64, because a float32 sum of 500,000 squares is only accurate to 5e-5. On a GPU, one
-    kernel reads many tensors and converts each element, while ``vector_norm`` would copy every gradient to
-    float64.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     if filled := [gradient for gradient in gradients if gradient.numel()]:
-        total += torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
+        total += tensor_norms(filled).square().sum()
     dist.all_reduce(total, group=group)
     return total.sqrt()
+
+
+def tensor_norms(tensors: list[Tensor]) -> Tensor:
+    """Return the L2 norm of each of the tensors, of which none is empty, as float64 ``[len(tensors)]``.
+
+    The sums are in float64, because a float32 sum of 500,000 squares is only accurate to 5e-5. On a GPU, one
+    kernel reads many tensors and converts each element, while ``vector_norm`` would copy every tensor to
+    float64.
+    """
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))
 
 
 def count_zeros(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> int:

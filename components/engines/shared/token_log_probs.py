@@ -347,6 +347,11 @@ class ChunkedStats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ChunkedStats.gradients(ctx, *grads).result(), None
+
+    @staticmethod
+    def gradients(ctx: Any, *grads: Tensor | None) -> Gradients:
+        """Return all gradients. No logits are left when the caller converts them."""
         rows, weight, bias, targets, logsumexp = ctx.saved_tensors
         g_logp, g_logsumexp, g_mean = grads[:3]
         assert g_logp is not None
@@ -362,7 +367,7 @@ class ChunkedStats(torch.autograd.Function):
                     logits, bias, targets[at], logsumexp[at], g_softmax[at], g_logp[at], of_all
                 )
             total.add(chunk, whole)
-        return None, *total.result(), None
+        return total
 
 
 class WeightedStats(torch.autograd.Function):

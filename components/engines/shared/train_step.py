@@ -15,7 +15,7 @@ from components.checkpoint.dcp import all_gather_objects
 from components.contracts.batch import Batch
 from components.contracts.engine import Engine, EngineOptions, StepResult
 from components.contracts.loss import Loss
-from components.engines.shared.loss_accumulator import LossAccumulator
+from components.engines.shared.loss_accumulator import LossAccumulator, tensor_norms
 from components.engines.shared.loss_scale import LossScale
 from components.engines.shared.moe_losses import RouterState
 from components.models import ModelSpec
@@ -166,8 +166,8 @@ class TrainStepEngine(Engine):
         squares = defaultdict[str, float](float)
         filled = [(name, part) for name, part in self.named_gradients() if part.numel()]
         if filled:  # the host waits once, for all of them
-            norms = torch._foreach_norm([part for _, part in filled], 2, dtype=torch.float64)
-            for (name, _), norm in zip(filled, torch.stack(norms).tolist(), strict=True):
+            norms = tensor_norms([part for _, part in filled]).tolist()
+            for (name, _), norm in zip(filled, norms, strict=True):
                 squares[layer_of(name)] += norm**2
         total = Counter[str]()  # a pipeline stage has only some of the layers
         for of_rank in all_gather_objects(dict(squares), None):

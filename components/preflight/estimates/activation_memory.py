@@ -106,6 +106,8 @@ class BlockActivations:
     """Width of the results of matrices with a learned norm, and of their adapters, which DoRA saves."""
     dora_products: int = 0
     """Elements of all matrices from which DoRA computes the norms of one weight, the maximum over weights."""
+    dropout: int = 0
+    """Bytes per token that dropout before adapters saves."""
     is_mtp: bool = False
     """Whether the block predicts a later token (MTP): it also saves embeddings, and has three more norms."""
 
@@ -121,7 +123,8 @@ class BlockActivations:
         """Return the bytes saved without recomputation."""
         norms = ((self.norms + 3 * self.is_mtp) * self.hidden + self.normed_heads + self.latent) * self.norm
         matrices = (2 + 2 * self.is_mtp) * self.hidden + self.latent + self.result + self.mlp.kept + self.dora
-        return int(tokens * (norms + (matrices + self.attended) * self.run.size)) + self.attention(tokens)
+        widths = norms + (matrices + self.attended) * self.run.size + self.dropout
+        return int(tokens * widths) + self.attention(tokens)
 
     def saved(self, tokens: int) -> int:
         """Return the bytes that the forward pass saves for the backward pass."""
@@ -165,16 +168,16 @@ def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape, *
 
     The logits of only one chunk exist at a time: on a CUDA GPU in ``run.dtype``; elsewhere in fp32, with a
     copy in ``run.dtype`` if this is lower. This is an upper bound on a CPU whose vocabulary is not split,
-    where fp32 logits exist only for a small block. In a lower dtype, the gradient of a ``trained`` head from
-    one chunk is a matrix of its own, which is added to the fp32 sum, except on a CUDA GPU. Rows of the hidden
-    state are copied and have a gradient.
+    where fp32 logits exist only for a small block. In a lower dtype, the fp32 gradient of a ``trained`` head
+    is copied to it in the end, when a CUDA GPU has no logits any more. Elsewhere, the gradient from one chunk
+    is such a matrix, too. Rows of the hidden state are copied and have a gradient.
     """
     fused = run.device == "cuda"
     logits_dtype = run.dtype if fused else torch.float32
     chunk = min(chunk_size(FullVocabulary(vocabulary), torch.device(run.device), logits_dtype), labels)
     cast = 0 if run.dtype == torch.float32 else run.size
-    product = hidden * cast if trained and not fused else 0
-    per_row = chunk * (run.size if fused else FP32 + cast) + product
+    copied, logits = hidden * cast if trained else 0, chunk * (run.size if fused else FP32 + cast)
+    per_row = max(logits, copied) if fused else logits + copied
     return {"logits": per_row * vocabulary, "activations": 2 * labels * hidden * run.size}
 
 

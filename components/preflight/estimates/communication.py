@@ -26,12 +26,12 @@ def tp_volume(
     *,
     ends: float,
     repeated: float,
-    reference: bool,
+    forward_passes: int,
     whole_mlps: float = 0,
 ) -> CommVolume:
     """Return the volume of tensor parallelism (Shoeybi et al., 2019) for hidden states of ``num_bytes``.
 
-    Each block has two all-reduces in a forward pass, including that of the reference, and two in the backward
+    Each block has two all-reduces in every forward pass, with or without gradient, and two in the backward
     pass. Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter, which together
     send the same number of bytes (Korthikanti et al., 2022). The embedding has one all-reduce in the forward
     pass, and the head one in the backward pass; with sequence parallelism, the embedding and the head each
@@ -40,21 +40,22 @@ def tp_volume(
     Args:
         ends: share of the embedding and of the head that a rank holds, 1 without pipelining.
         repeated: mean number of all-gathers or reduce-scatters of a block that the backward pass repeats.
+        forward_passes: number of passes without gradient.
         whole_mlps: number of blocks whose MLP is not split, and in which only attention communicates.
     """
     blocks = size.layers - whole_mlps / 2
     # With a frozen embedding, it and the input of the first block need no gradients.
     calls = blocks * (8 + repeated) + ends * (4 if size.all_trained else 2)
-    calls += reference * (4 * blocks + 2 * ends)
+    calls += forward_passes * (4 * blocks + 2 * ends)
     return CommVolume("tp", calls * all_gather_bytes(num_bytes, tp), when="exposed")
 
 
-def passes_through_blocks(recomputed: float, *, reference: bool) -> float:
-    """Return the number of passes through a block: forward, backward, recomputation and the reference's.
+def passes_through_blocks(recomputed: float, forward_passes: int) -> float:
+    """Return the number of passes through a block: forward, backward, recomputed and without gradient.
 
     ``recomputed`` is the share of the blocks that are recomputed.
     """
-    return 2 + recomputed + reference
+    return 2 + recomputed + forward_passes
 
 
 def ulysses_volume(
@@ -77,6 +78,18 @@ def key_value_volume(
     """Return the volume of context parallelism that gathers keys and values and scatters their gradients."""
     whole = 2 * tokens * size.kv_width / tp * itemsize
     return CommVolume("cp", passes * size.layers * all_gather_bytes(whole, cp), when="exposed")
+
+
+def expert_gather_volume(
+    size: ModelSize, etp: int, tokens: float, itemsize: int, *, passes: float
+) -> CommVolume:
+    """Return the volume for gathering the inputs of experts over ``etp`` ranks and scattering their results.
+
+    ``tokens`` is the number of tokens of these ranks together. Results and gradients are summed in fp32.
+    """
+    copies = tokens * size.top_k * size.hidden * (itemsize + FP32)
+    num_bytes = size.num_moe_layers * passes * all_gather_bytes(copies, etp)
+    return CommVolume("etp", num_bytes, when="exposed", span=etp)
 
 
 def token_dispatch_volume(

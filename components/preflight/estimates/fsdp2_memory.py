@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
@@ -17,7 +18,7 @@ from components.models.attention_shape import attention_shape
 from components.models.mtp import num_mtp_layers
 from components.models.nf4 import BLOCK
 from components.models.scalar_head import output_head
-from components.optimizers import Optimizer
+from components.optimizers import Optimizer, TorchClass, state_bytes
 from components.preflight.estimates.activation_memory import (
     FP32,
     BlockActivations,
@@ -31,6 +32,7 @@ from components.preflight.estimates.activation_memory import (
     peak,
 )
 from components.preflight.estimates.model_shape import (
+    dropout_bytes,
     intermediate_size,
     moe_activations,
     moe_block_numbers,
@@ -133,18 +135,21 @@ def memory(
         labels=min(step.microbatch.labels, tokens),
         rounded_width=max((max(linear.weight.shape) for linear in linears.values()), default=0),
         rounded_weight=max((linear.weight.numel() for linear in linears.values()), default=0),
+        untrained=step.microbatch.untrained,
     )
-    resting = held.between_steps(len(optimizer.moments))
+    resting = held.between_steps(state_bytes(optimizer))
     if step.weight_copies:
         resting["averages"] = step.weight_copies * held.weights.unsharded_trained * FP32 // shards
     asked = list(held.moments())
+    gradients = held.weights.unsharded_trained * FP32 // shards
+    if isinstance(optimizer, TorchClass) and optimizer.updates_together and step.device != "cpu":
+        asked.append({"gradients": gradients, "buffers": gradients})
     if optimizer.scope == "matrix":
         ranks = step.world_size
         whole = parameters(model, Cuts(ep=layout.ep), step.adapter)
         owned = owned_state(optimizer, whole, ranks, ranks // layout.ep)
         resting["moments"] = owned.moments
         gathered = 2 * owned.weights if ranks > 1 else 0
-        gradients = held.weights.unsharded_trained * FP32 // shards
         asked.append({"gradients": gradients, "gathered": gathered, "buffers": owned.buffers})
     if step.reference == "frozen":
         another = step.reference_model or model
@@ -160,7 +165,7 @@ def memory(
     if held.offloads:
         stays = ("weights", "moments", "averages", "reference")
         host |= {name: parts.pop(name) for name in stays if name in parts}
-        host["gradients"] = held.weights.unsharded_trained * FP32 // shards
+        host["gradients"] = gradients
     return [RankMemory(0, parts, host)]
 
 
@@ -193,13 +198,18 @@ class StepMemory:
     """Largest number of channels that are rounded to float8 at once. 0 means that none are."""
     rounded_weight: int = 0
     """Number of elements of the largest weight that is rounded to float8."""
+    untrained: float = 0.0
+    """See ``MicrobatchShape.untrained``."""
 
-    def between_steps(self, num_moments: int) -> Bytes:
-        """Return the bytes between two steps: shards, in fp32 if they are trained."""
-        trained = self.weights.unsharded_trained * FP32
+    def between_steps(self, moments: float) -> Bytes:
+        """Return the bytes between two steps: shards, in fp32 if they are trained.
+
+        ``moments`` is the number of bytes of optimizer state per trained element.
+        """
+        trained = self.weights.unsharded_trained
         return {
-            "weights": (trained + self.weights.frozen_bytes(self.size)) // self.shards,
-            "moments": trained * num_moments // self.shards,
+            "weights": (trained * FP32 + self.weights.frozen_bytes(self.size)) // self.shards,
+            "moments": int(trained * moments) // self.shards,
         }
 
     def moments(self) -> Iterator[Bytes]:
@@ -303,15 +313,16 @@ class StepMemory:
 
         ``gathers`` is whether FSDP gathers these weights.
         """
-        joined = largest_number([self.tokens] * self.num_microbatches, MAX_TOKENS[self.run.device])
-        chunks = head_activations(joined * self.labels, self.hidden, self.vocabulary, self.run, trained=False)
+        tokens, labels = (int(number * (1 + self.untrained)) for number in (self.tokens, self.labels))
+        joined = largest_number([tokens] * self.num_microbatches, MAX_TOKENS[self.run.device])
+        chunks = head_activations(joined * labels, self.hidden, self.vocabulary, self.run, trained=False)
         block = max(weights.blocks, key=lambda part: part.gathered(self.size))
         gathered = weights.root.gathered(self.size) + block.gathered(self.size) + self.sent(block)
-        forward = max(block.forward(joined * self.tokens) for block in set(self.blocks))
+        forward = max(block.forward(joined * tokens) for block in set(self.blocks))
         return {
             "gathered": gathered if gathers else 0,
             "dequantized": max(part.dequantized_bytes(self.size) for part in weights.blocks),
-            "rounded": self.rounded(joined * self.tokens),
+            "rounded": self.rounded(joined * tokens),
             "activations": max(forward, chunks["activations"]),
             "logits": chunks["logits"],
         }
@@ -407,10 +418,15 @@ def count_parameters(
         replace(count_block(each, layout.ep, in_float8), gathers_frozen=layout.gathers_frozen(shards))
         for each in found
     )
-    ends = (model.get_input_embeddings().weight, output_head(model).weight)
-    embedding, last = (
-        -(-end.numel() // layout.tp) if adapter is None and end.requires_grad else 0 for end in ends
-    )
+    saved = () if adapter is None else adapter.shapes(model)
+    names = {module: f"{name}.weight" for name, module in model.named_modules()}
+
+    def trained(end: nn.Module) -> int:
+        weight = end.get_parameter("weight")
+        is_trained = weight.requires_grad if adapter is None else names[end] in saved
+        return -(-weight.numel() // layout.tp) if is_trained else 0
+
+    embedding, last = trained(model.get_input_embeddings()), trained(output_head(model))
     return ModelParameters(tuple(inner), root, embedding, last)
 
 
@@ -464,8 +480,13 @@ def block_activations(
         other = replace(plain, mlp=moe_activations(model, run, split=layout.tp, shared_split=layout.tp))
     if adapter is not None and adapter.dora:
         plain, other = (replace(kind, dora_products=dora_products(model, adapter)) for kind in (plain, other))
-    widths = dora_widths(model, adapter)
-    blocks = [replace(other if n in routed else plain, dora=width) for n, width in enumerate(widths)]
+    further = zip(
+        dora_widths(model, adapter), dropout_bytes(model, adapter, run, block_prefixes(model)), strict=True
+    )
+    blocks = [
+        replace(other if n in routed else plain, dora=width, dropout=dropped)
+        for n, (width, dropped) in enumerate(further)
+    ]
     main = len(blocks) - num_mtp_layers(model.config)
     blocks = [replace(block, is_mtp=number >= main) for number, block in enumerate(blocks)]
     first = len(blocks) if layout.recompute_num_layers is None else layout.recompute_num_layers

@@ -15,7 +15,7 @@ from components.engines.megatron.layout import Layout
 from components.models import mtp
 from components.models.attention_shape import attention_shape
 from components.models.scalar_head import output_head, ties_embedding
-from components.optimizers import Optimizer
+from components.optimizers import Optimizer, state_bytes
 from components.preflight.estimates.activation_memory import (
     FP32,
     BlockActivations,
@@ -29,6 +29,7 @@ from components.preflight.estimates.activation_memory import (
     peak,
 )
 from components.preflight.estimates.model_shape import (
+    dropout_bytes,
     moe_activations,
     moe_block_numbers,
     norms_heads,
@@ -55,7 +56,7 @@ def memory(
         weights = count_parameters(model, layout, "".join(chunks), layers[number], step.adapter)
         own = stage_blocks([blocks[layer] for layer in layers[number]], chunks, layout) or (blocks[0],)
         stage = StageMemory(number, chunks, weights, own, vocabulary, layout, shards, step.microbatch)
-        resting, built = stage.between_steps(len(optimizer.moments)), list(stage.while_built())
+        resting, built = stage.between_steps(state_bytes(optimizer)), list(stage.while_built())
         if step.reference == "frozen":
             other = step.reference_model or model
             theirs = pipeline_split.chunk_layers(layout, other.config.num_hidden_layers)[number]
@@ -140,17 +141,18 @@ class StageMemory:
     shards: OptimizerShards
     workload: MicrobatchShape
 
-    def between_steps(self, num_moments: int) -> Bytes:
+    def between_steps(self, moments: float) -> Bytes:
         """Return the bytes that a rank holds between two steps, by use.
 
-        Gradients have a permanent fp32 buffer. Weights in fp32 have no separate master weights.
+        Gradients have a permanent fp32 buffer. Weights in fp32 have no separate master weights. ``moments``
+        is the number of bytes of optimizer state per trained element.
         """
         trained = self.weights.trained
         return {
             "weights": self.weights.num_bytes(self.size),
             "gradients": trained * FP32,
             "masters": 0 if self.size == FP32 else self.optimizer_shard,
-            "moments": self.optimizer_shard * num_moments,
+            "moments": int(self.optimizer_shard * moments / FP32),
         }
 
     def while_built(self) -> Iterator[Bytes]:
@@ -305,8 +307,9 @@ class StageMemory:
     def during_reference(self) -> Bytes:
         """Return the bytes of a pass without gradient for one micro-batch."""
         logits = self.head_activations(trained=False)["logits"] if self.holds("L") else 0
+        tokens = int(self.tokens * (1 + self.workload.untrained))
         return {
-            "activations": max(block.forward(self.tokens) for block in set(self.blocks)),
+            "activations": max(block.forward(tokens) for block in set(self.blocks)),
             "logits": logits,
         }
 
@@ -421,24 +424,27 @@ def block_activations(
         latent=of.latent,
         masks=workload.rows * masks_of_a_row(layout, workload.length, run),
     )
-    main = len(model.base_model.layers) - mtp.num_mtp_layers(config)
-    if not (routed := moe_block_numbers(model)):
-        return [replace(plain, is_mtp=n >= main) for n in range(len(model.base_model.layers))]
-    # tp ranks have the same tokens and send a part of them each, which etp ranks gather again. The results of
-    # experts are not saved, because routing weights multiply the inputs of the last matrix.
-    mlp = moe_activations(
-        model,
-        run,
-        split=layout.etp,
-        shared_split=tp,
-        share=layout.etp / tp,
-        hidden_kept=1,
-        inner_kept=3 if layout.fuses_activation(run.device) else 6,
-    )
-    other = replace(plain, mlp=mlp)
+    other, routed = plain, moe_block_numbers(model)
+    if routed:
+        # tp ranks have the same tokens and send a part of them each, which etp ranks gather again. The
+        # results of experts are not saved, because routing weights multiply the inputs of the last matrix.
+        mlp = moe_activations(
+            model,
+            run,
+            split=layout.etp,
+            shared_split=tp,
+            share=layout.etp / tp,
+            hidden_kept=1,
+            inner_kept=3 if layout.fuses_activation(run.device) else 6,
+        )
+        other = replace(plain, mlp=mlp)
+    prefixes = [f"model.layers.{number}." for number in range(len(model.base_model.layers))]
+    within = tp if layout.sequence_parallel else 1
+    dropped = dropout_bytes(model, adapter, run, prefixes, split=tp, hidden_split=within)
+    main = len(prefixes) - mtp.num_mtp_layers(config)
     return [
-        replace(other if layer in routed else plain, is_mtp=layer >= main)
-        for layer in range(len(model.base_model.layers))
+        replace(other if number in routed else plain, is_mtp=number >= main, dropout=saved)
+        for number, saved in enumerate(dropped)
     ]
 
 

@@ -1,15 +1,24 @@
 """Shapes of the blocks of a model, for estimates of memory."""
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from components.models.experts import moe_blocks
+from components.adapters import LoRA
+from components.adapters.lora_config import A
+from components.models.experts import EXPERT_PARAM, moe_blocks
 from components.preflight.estimates.activation_memory import FP32, MlpActivations, RunShape
 
 LATENT = ("q_a_layernorm", "kv_a_layernorm")
+SAME_INPUT = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"), "attention"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "mlp"),
+}
+"""Linear layers of a block -> a word that is the same for those with the same input."""
 OF_HEADS = ("q_norm", "k_norm")
 
 
@@ -42,6 +51,39 @@ def intermediate_size(config: PreTrainedConfig) -> int:
     names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     found = (getattr(config, name, None) for name in names)
     return next((size for size in found if isinstance(size, int)), 4 * config.hidden_size)
+
+
+def dropout_bytes(
+    model: PreTrainedModel,
+    adapter: LoRA | None,
+    run: RunShape,
+    prefixes: Sequence[str],
+    *,
+    split: int = 1,
+    hidden_split: int = 1,
+) -> list[int]:
+    """Return the bytes per token that dropout before the adapters saves in each block of ``prefixes``.
+
+    Every adapter saves a mask and a tensor of its own, in place of the input that the other estimates count
+    once for all layers that share it. ``split`` is the number of tp ranks that split the inputs of the last
+    matrices of attention and MLP, and ``hidden_split`` the number that split all others.
+    """
+    if adapter is None or not adapter.dropout:
+        return [0] * len(prefixes)
+    mask = 1 if run.device == "cuda" else run.size
+    found = Counter[str]()
+    shared: dict[tuple[str, str, str], int] = {}
+    for name, shape in adapter.shapes(model).items():
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is None or not name.endswith(A) or EXPERT_PARAM.match(name):
+            continue
+        parent, _, leaf = name.removesuffix(A).rpartition(".")
+        width = shape[1] // (hidden_split if leaf in SAME_INPUT else split)
+        found[prefix] += width * (mask + run.size)
+        shared[prefix, parent, SAME_INPUT.get(leaf, leaf)] = width * run.size
+    for (prefix, *_), size in shared.items():
+        found[prefix] -= size
+    return [found[prefix] for prefix in prefixes]
 
 
 def moe_activations(

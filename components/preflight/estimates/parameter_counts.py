@@ -13,7 +13,7 @@ from components.adapters import LoRA
 from components.engines.shared.whole_weights import owners
 from components.models.experts import EXPERT_PARAM
 from components.models.nf4 import num_bytes
-from components.optimizers import Muon, Optimizer
+from components.optimizers import Muon, Optimizer, state_bytes
 
 CUT = re.compile(r"\.([qkvo]|q_b|kv_b|gate|up|down|eh)_proj\.|^model\.embed_tokens\.|^lm_head\.")
 """Pattern of the Hugging Face names of parameters that tensor parallelism splits. Others are replicated."""
@@ -122,9 +122,9 @@ def owned_state(optimizer: Optimizer, found: Sequence[Parameter], plain: int, ex
         if p.trained
         for _ in range(max(p.number, 1))
     ]
-    held = {0: (0, 0)}
+    held, per_element = {0: (0, 0)}, state_bytes(optimizer)
     for (_, size, name), owner in zip(each, owners((ranks, size) for ranks, size, _ in each), strict=True):
         alone = isinstance(optimizer, Muon) and optimizer.orthogonalises(name, 2)
         weights, moments = held.get(owner, (0, 0))
-        held[owner] = weights + size, moments + size * (1 if alone else len(optimizer.moments))
+        held[owner] = weights + size, moments + (size if alone else int(size * per_element / 4))
     return OwnedState(*max(held.values(), key=sum), 2 * max((size for _, size, _ in each), default=0))

@@ -23,6 +23,8 @@ class MicrobatchShape:
     """Largest number of labelled positions in a micro-batch."""
     num_microbatches: int
     """Number of micro-batches per step on one data-parallel rank."""
+    untrained: float = 0.0
+    """Tokens that only passes without gradient have, per trained token: those of mismatched answers."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,12 @@ class CommInputs:
     tokens: float
     """Number of tokens of one data-parallel rank in one step."""
     num_microbatches: int
-    reference: bool
-    """Whether every step also has a forward pass of the reference."""
+    forward_passes: int = 0
+    """Number of forward passes without gradient in a step, each over as many tokens as are trained."""
+    forward_calls: int = 0
+    """Number of calls of the model or its reference for these passes, each with all tokens that it needs."""
+    merges: bool = True
+    """Whether a call merges micro-batches, so that weights are gathered once."""
     whole_weights: bool = False
     """Whether the optimizer updates each full (unsharded) weight on one rank, its owner."""
 
@@ -107,6 +113,8 @@ class ModelSize:
     """Bytes of these parameters and their scales."""
     float8: int = 0
     """Number of parameters whose products are in float8."""
+    shared_by_stages: int = 0
+    """Number of trained parameters that the first and the last pipeline stage both hold: the embedding."""
 
     @property
     def all_trained(self) -> bool:

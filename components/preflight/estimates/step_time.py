@@ -9,6 +9,7 @@ from components.engines.fsdp2.parallelize import block_prefixes
 from components.models.attention_shape import attention_shape
 from components.models.experts import BIAS, moe_blocks, share_of_experts
 from components.models.mtp import num_mtp_layers
+from components.models.scalar_head import ties_embedding
 from components.preflight.engine_layouts import comm_cost, has_owners, mesh_info
 from components.preflight.estimates.device_specs import HOST, Device
 from components.preflight.estimates.flops import (
@@ -60,7 +61,15 @@ def model_size(case: Candidate) -> ModelSize:
         quantized=sum(p.numel for p in coarse),
         quantized_bytes=sum(p.quantized_bytes for p in coarse),
         float8=sum(linear.weight.numel() for linear in float8_linears(case.model).values()) * case.float8,
+        shared_by_stages=embedding_of_stages(case),
     )
+
+
+def embedding_of_stages(case: Candidate) -> int:
+    """Return the size of the embedding if it is trained and is also the head, or is used by MTP layers."""
+    weight = case.model.get_input_embeddings().get_parameter("weight")
+    shared = ties_embedding(case.model) or num_mtp_layers(case.model.config) > 0
+    return weight.numel() if shared and case.adapter is None and weight.requires_grad else 0
 
 
 @dataclass(frozen=True)
@@ -126,12 +135,22 @@ class StepTime:
 
 
 def comm_inputs(case: Candidate, work: StepWork) -> CommInputs:
+    """Return the inputs of the estimate of communication.
+
+    With unpaired data, the pass of the reference also has the mismatched answers, which are about as many
+    tokens as the others, and a loss may have a pass of the policy over them. Micro-batches of packed rows are
+    merged in these passes.
+    """
+    has_reference = case.reference != "none"
+    of_policy = bool(getattr(case.loss, "has_mismatched_answers", False))
     return CommInputs(
         case.world_size,
         case.dtype,
         work.computed / case.dp_size,
         case.microbatch.num_microbatches,
-        reference=case.reference != "none",
+        forward_passes=has_reference * (1 + (case.loss.kind == "unpaired")) + of_policy,
+        forward_calls=has_reference + of_policy,
+        merges=case.data.packing != "none",
         whole_weights=has_owners(case.layout, case.optimizer),
     )
 

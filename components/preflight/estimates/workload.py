@@ -17,26 +17,32 @@ LARGEST = 16
 def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> MicrobatchShape:
     """Return the shape of the micro-batch of the first epoch that has the most tokens.
 
-    Without packing, a sample has one row per sequence. The number of labels is the maximum over the
-    ``LARGEST`` largest micro-batches.
+    Without packing, a sample has one row per sequence. The numbers of labels and of trained tokens are the
+    maxima over the ``LARGEST`` largest micro-batches. In unpaired data, every second sequence is a mismatched
+    answer, on which a loss does not train.
     """
     assert isinstance(data, PreparedData)
     tokens, plans = data.train.open()
     plan, packed = plans.plan(0), data.packing != "none"
     sizes = plan.microbatch_lengths(micro_batch_size, packed=packed)
     lines = micro_batch_size * (1 if packed else tokens.sequences_per_sample)
-    labels = 0
+    labels = trained = 0
     for number in np.argsort(-sizes, kind="stable")[:LARGEST].tolist():
         stop = min((number + 1) * micro_batch_size, plan.num_rows)
         segments = plan.rows(number * micro_batch_size, stop).tolist()
+        if tokens.desirable is not None:
+            segments = [segment for segment in segments if segment[0] % 2 == 0]
+        lengths = [last - first for _, first, last in segments]
+        trained = max(trained, sum(lengths) if packed else max(lengths))
         targets = (tokens.mask(seq, first + 1, last + 1) for seq, first, last in segments)
         labels = max(labels, sum(int(np.count_nonzero(mask)) for mask in targets))
-    longest = int(sizes.max())
+    longest = int(sizes.max()) if tokens.desirable is None else trained
     return MicrobatchShape(
         rows=lines,
         length=-(-longest // lines) if packed else longest,
         labels=labels,
         num_microbatches=data.global_batch_size // (dp_size * micro_batch_size),
+        untrained=int(sizes.max()) / longest - 1,
     )
 
 

@@ -53,6 +53,8 @@ class Candidate:
     """``data.max_length``"""
     keeps_microbatch_size: bool
     """Whether the loss depends on the size of micro-batches; then no other size is suggested."""
+    may_add_adapter: bool
+    """Whether no other option of the model, such as ``model.add_tokens``, excludes an adapter."""
     layout_keys: frozenset[str]
     """Keys of the chosen option of the config group ``parallelism``."""
     cut: int = 1

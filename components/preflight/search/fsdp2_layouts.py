@@ -34,8 +34,8 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     """Estimate the communication of a step (Rajbhandari et al., 2020, section 7).
 
     The weights are gathered once, or, if blocks are resharded, by each micro-batch for its forward and its
-    backward pass. The weights of a reference model are gathered once. Gradients are reduce-scattered in fp32,
-    after the last micro-batch or after each one.
+    backward pass. Passes without gradient gather them once, unless micro-batches are not merged. Gradients
+    are reduce-scattered in fp32, after the last micro-batch or after each one.
     """
     tokens, itemsize = step.tokens / layout.cp, step.dtype.itemsize
     shards = step.world_size // (layout.dp_replicate * layout.tp)
@@ -43,13 +43,13 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     experts, taught = size.experts / layout.tp, size.trained_experts / layout.tp
     how, first = layout.activation_checkpointing, layout.recompute_num_layers
     recomputed = recomputed_share(how, first, [size.layers])
-    passes = passes_through_blocks(recomputed, reference=step.reference)
+    passes = passes_through_blocks(recomputed, step.forward_passes)
     reductions = step.num_microbatches if layout.reduce_gradients == "every" else 1
     # The weights outside of blocks are kept from the forward pass to the backward pass.
     kept, number = size.outside_blocks / layout.tp, step.num_microbatches
-    gathers, kept_gathers = (
-        (times if layout.reshard_after_forward else 1) + step.reference for times in (2 * number, number)
-    )
+    reshards, calls = layout.reshard_after_forward, step.forward_calls
+    kept_gathers = (number if reshards else 1) + calls
+    gathers = (2 * number if reshards else 1) + calls * (number if reshards and not step.merges else 1)
 
     def spread(whole: float, experts: float) -> float:
         """Return the elements sent to gather ``whole``, of which ``experts`` are also split over ep ranks."""
@@ -72,7 +72,10 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
         hidden = tokens * size.hidden * itemsize
         # A recomputed block ends before its last all-reduce, whose result the backward pass does not need.
         again = 2 * recomputed
-        sent.append(tp_volume(size, layout.tp, hidden, ends=1, repeated=again, reference=step.reference))
+        volume = tp_volume(
+            size, layout.tp, hidden, ends=1, repeated=again, forward_passes=step.forward_passes
+        )
+        sent.append(volume)
     if layout.ep > 1:
         span = layout.ep * layout.tp
         sent.append(token_dispatch_volume(size, layout.ep, tokens, itemsize, passes=passes, span=span))

@@ -12,6 +12,7 @@ from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
     all_reduce_bytes,
+    expert_gather_volume,
     key_value_volume,
     passes_through_blocks,
     token_dispatch_volume,
@@ -46,7 +47,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     own, how = step.tokens / cp, layout.activation_checkpointing
     chunks = layers_of_chunks(layout, size.layers)
     recomputed = recomputed_share(how, layout.recompute_num_layers, chunks)
-    passes = passes_through_blocks(recomputed, reference=step.reference)
+    passes = passes_through_blocks(recomputed, step.forward_passes)
     layers = {"layers": size.layers / pp, "num_moe_layers": size.num_moe_layers / pp}
     stage = ModelSize(**vars(size) | layers)
     if cp > 1:
@@ -56,21 +57,31 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
         hidden = own * size.hidden * itemsize
         # With sequence parallelism, gradients of weights need the gathered inputs again.
         again = 4 * recomputed + 2 * (layout.sequence_parallel and size.all_trained)
-        whole = 0 if size.has_shared_experts or layout.etp > 1 else stage.num_moe_layers
+        whole = 0 if size.has_shared_experts else stage.num_moe_layers
         sent.append(
             tp_volume(
-                stage, tp, hidden, ends=1 / pp, repeated=again, reference=step.reference, whole_mlps=whole
+                stage,
+                tp,
+                hidden,
+                ends=1 / pp,
+                repeated=again,
+                forward_passes=step.forward_passes,
+                whole_mlps=whole,
             )
         )
     if layout.ep > 1:
         # Each tp rank sends its part of the shared tokens, and etp ranks gather the parts again.
-        passed, span = own * layout.etp / tp, layout.ep * layout.etp
-        sent.append(token_dispatch_volume(stage, layout.ep, passed, itemsize, passes=passes, span=span))
+        span = layout.ep * layout.etp
+        sent.append(token_dispatch_volume(stage, layout.ep, own / tp, itemsize, passes=passes, span=span))
+    if layout.etp > 1:
+        gathered = own * layout.etp / tp
+        sent.append(expert_gather_volume(stage, layout.etp, gathered, itemsize, passes=passes))
     if pp > 1:
         width = size.hidden / (tp if layout.sequence_parallel else 1)
-        sent.append(
-            CommVolume("pp", (2 + step.reference) * layout.vpp * own * width * itemsize, when="exposed")
-        )
+        states = (2 + step.forward_passes) * layout.vpp * own * width * itemsize
+        sent.append(CommVolume("pp", states, when="exposed"))
+        shared = all_reduce_bytes(size.shared_by_stages / tp * FP32, 2)
+        sent.append(CommVolume("pp", shared, when="at_end"))
     if layout.optimizer_cpu_offload:
         trained = size.trained / (tp * pp)
         sent.append(CommVolume("host", trained * (FP32 + itemsize) / (dp * cp), when="at_end"))
@@ -95,7 +106,7 @@ def gradients(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> 
     num_bytes = sent(size.trained, size.trained_experts, how) * FP32
     yield CommVolume("dp", num_bytes, when="overlapped" if layout.overlap_grad_reduce else "at_end")
     if scattered:
-        num_bytes = sent(size.parameters, size.experts, all_gather_bytes) * step.dtype.itemsize
+        num_bytes = sent(size.trained, size.trained_experts, all_gather_bytes) * step.dtype.itemsize
         overlapped = layout.gathers_during_forward(whole_updates=step.whole_weights)
         yield CommVolume("dp", num_bytes, when="overlapped" if overlapped else "at_end")
 

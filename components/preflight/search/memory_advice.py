@@ -148,7 +148,8 @@ def candidates(change: Variation) -> Iterator[Variation]:
         shorter = {"data.max_length": case.max_length // (2 * case.cut)}
         yield change.vary(replace(case, cut=2 * case.cut), shorter, alters=True)
     source, by_head = getattr(case.loss, "reference", "auto"), getattr(case.optimizer, "head_dim", None)
-    if case.adapter is None and not synced and is_fully_trained(case.model) and by_head is None:
+    trains_all = case.adapter is None and is_fully_trained(case.model) and case.may_add_adapter
+    if trains_all and not synced and by_head is None:
         adapted = replace(case, adapter=LoRA())
         if case.reference == "frozen" and case.reference_model is None and source == "auto":
             adapted = replace(adapted, reference="adapter_off")

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_the_arithmetic_of_a_step(folder: Path) -> None:
 def sent(
     layout: FSDP2 | Megatron, world_size: int, *, whole: bool = False, size: ModelSize = SIZE
 ) -> dict[str, float]:
-    step = CommInputs(world_size, torch.bfloat16, 512.0, 3, reference=False, whole_weights=whole)
+    step = CommInputs(world_size, torch.bfloat16, 512.0, 3, whole_weights=whole)
     volumes = comm_cost(layout, size, step).volumes
     total: Counter[str] = Counter()
     for volume in volumes:
@@ -164,7 +165,7 @@ def test_what_owners_of_whole_weights_send() -> None:
     assert added_by_owners(megatron(dp=4), 4) == {}
     divided = added_by_owners(megatron(tp=2, dp=2, distributed_optimizer=True), 4)
     # All gradients are summed on all ranks; the reduce-scatter and the all-gather of AdamW are gone.
-    summed, adamw = 0.5 * 400 * 4 * 2, 0.5 * 400 * 4 + 0.5 * 500 * 2
+    summed, adamw = 0.5 * 400 * 4 * 2, 0.5 * 400 * 4 + 0.5 * 400 * 2
     assert divided == {"dp": summed - adamw + 0.5 * 400 * 2, "tp": 0.5 * 800 * (4 + 2) / 2}
 
 
@@ -200,7 +201,9 @@ def test_what_fsdp2_sends() -> None:
 def test_what_megatron_sends() -> None:
     assert sent(megatron(dp=4), 4) == {"dp": 2 * 0.75 * 800 * 4}
     sharded = megatron(dp=4, distributed_optimizer=True)
-    assert sent(sharded, 4) == {"dp": 0.75 * 800 * 4 + 0.75 * 1000 * 2}
+    assert sent(sharded, 4) == {"dp": 0.75 * 800 * 4 + 0.75 * 800 * 2}
+    shared = sent(megatron(pp=3), 3, size=replace(SIZE, shared_by_stages=100))
+    assert shared["pp"] == 2 * 512 * 64 * 2 + 100 * 4  # and the gradient of the embedding, on two ranks
     piped = sent(megatron(tp=2, pp=3, vpp=2), 6)
     assert piped["tp"] == (2 * 8 + 2 / 3) * 0.5 * 512 * 64 * 2  # two layers per stage
     assert piped["pp"] == 2 * 2 * 512 * 64 * 2  # two chunks, activations and gradients
@@ -212,7 +215,7 @@ def test_what_megatron_sends() -> None:
 
 
 def test_the_bubble_of_a_pipeline() -> None:
-    step = CommInputs(4, torch.float32, tokens=8.0, num_microbatches=12, reference=False)
+    step = CommInputs(4, torch.float32, tokens=8.0, num_microbatches=12)
     plain = comm_cost(megatron(pp=4), SIZE, step)
     assert plain.bubble == pytest.approx(3 / 15)
     chunked = comm_cost(megatron(pp=4, vpp=2), SIZE, step)
@@ -278,6 +281,10 @@ def test_no_remedy_is_one_that_is_refused(folder: Path) -> None:
     """A policy in 4 bits with a full reference, or heads of Muon with an adapter."""
     assert "adapter=lora" in offered(case(folder))
     assert "adapter=lora" not in offered(case(folder, "optimizer=muon", "optimizer.head_dim=16"))
+    assert "adapter=lora" not in offered(case(folder, 'model.add_tokens=["<a>"]'))
+    experts = partial(case, folder, "model=deepseek_tiny", small=["data.max_length=128"])
+    assert "adapter=lora" not in offered(experts())
+    assert "adapter=lora" in offered(experts("model.moe.bias_update_rate=0"))
     pairs = folder / "pairs.jsonl"
     row = {"prompt": "a b", "chosen": "one two three", "rejected": "two"}
     pairs.write_text("".join(json.dumps({**row, "prompt": f"a {n}"}) + "\n" for n in range(16)))

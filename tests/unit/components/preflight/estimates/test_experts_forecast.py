@@ -204,7 +204,7 @@ def sent(layout: FSDP2 | Megatron, world_size: int) -> dict[str, float]:
     cost = comm_cost(
         layout,
         SIZE,
-        CommInputs(world_size, torch.bfloat16, tokens=512.0, num_microbatches=3, reference=False),
+        CommInputs(world_size, torch.bfloat16, tokens=512.0, num_microbatches=3),
     )
     return {each.dimension: each.num_bytes for each in cost.volumes}
 
