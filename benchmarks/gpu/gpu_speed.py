@@ -38,7 +38,7 @@ BETAS = (0.9, 0.95)
 class Clock:
     """A clock that measures the steps of a program, which calls ``step`` after each of them.
 
-    The host waits for the device only before the first counted step and after the last one, as in training.
+    The clock waits for the device after each step of the warm-up and after the last step.
     """
 
     loader: DataLoader

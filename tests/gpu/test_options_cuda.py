@@ -70,7 +70,7 @@ def test_the_curve_of_the_cpu(
     tmp_path: Path, chosen: tuple[str, ...], dtype: str, of_loss: float, of_norm: float
 ) -> None:
     if dtype == "fp32" and "parallelism.optimizer_cpu_offload=true" in chosen:
-        pytest.skip("Megatron moves only the fp32 copies of weights in half precision")
+        pytest.skip("Megatron moves only the fp32 copies of bf16 or fp16 weights")
     same = (*chosen, f"run.dtype={dtype}", "run.export=false", "optimizer.lr=1e-5")
     on_gpu = rows(run_here(tmp_path / "gpu", *same, "run.device=cuda"), "train/loss")
     on_cpu = rows(run_here(tmp_path / "cpu", *on_plain_fsdp2(same)), "train/loss")

@@ -21,6 +21,9 @@ class OneRankReduction:
     """
 
     def __init__(self) -> None:
+        self.shares = True
+        """Whether outputs are inputs. False if FSDP adds outputs to earlier gradients: it then frees an
+        output when the stream that adds it may still be reading it."""
         self.input: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -28,8 +31,9 @@ class OneRankReduction:
             output, self.input = self.input, None
             assert output.shape == torch.Size(size), "the output of a reduction over one rank is its input"
             return output
-        self.input = torch.empty(size, dtype=dtype, device=device)
-        return self.input
+        allocated = torch.empty(size, dtype=dtype, device=device)
+        self.input = allocated if self.shares else None
+        return allocated
 
     def reset(self) -> None:
         """Forget the input of a reduction that did not finish."""

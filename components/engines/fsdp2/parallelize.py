@@ -75,8 +75,8 @@ class LogProbModel(nn.Module):
         """This rank's rows of the head. None means that there is no tensor parallelism."""
         self.kernels: Literal["torch", "liger"] = "torch"
         self.offloading: ActivationOffloading | None = None
-        self.reduction: OneRankReduction | None = None
-        """The memory of reductions of gradients. None means that there are several data ranks."""
+        self.one_rank_reduction: OneRankReduction | None = None
+        """The memory of reductions of gradients. None means FSDP's own."""
         self.float8: Json = {}
         """Description by ``float8.convert``. Empty means that no product is in float8."""
 
@@ -268,16 +268,16 @@ def apply_fsdp(
     for block in decoder_blocks(scorer.lm):
         fully_shard(block, reshard_after_forward=layout.reshard_after_forward, **options)
     fully_shard(scorer, **options)
-    scorer.reduction = OneRankReduction() if data_mesh(mesh).size() == 1 else None
+    # With offloading, gradients are copied to host memory by a stream that FSDP does not wait for.
+    if data_mesh(mesh).size() == 1 and not layout.cpu_offload:
+        scorer.one_rank_reduction = OneRankReduction()
     for module in fsdp_modules(scorer):
-        if (
-            scorer.reduction is not None
-        ):  # without a factor, which would copy the gradients to divide them by 1
-            module.set_custom_reduce_scatter(scorer.reduction)  # type: ignore[arg-type]
-            continue
-        # The engine divides once, at the end of the step. On gloo, factor 1 is not enough for a plain sum.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        if scorer.one_rank_reduction is not None:
+            module.set_custom_reduce_scatter(scorer.one_rank_reduction)  # type: ignore[arg-type]
+        elif data_mesh(mesh).size() > 1:  # a single rank would copy its gradients to divide them by 1
+            # The engine divides once, at the end of the step. With gloo, a factor of 1 is not a plain sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def shard_dim(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Parameter, int]) -> Shard | None:

@@ -194,8 +194,8 @@ def check_optimizer(layout: Layout, optimizer: Optimizer, dtype: torch.dtype) ->
         )
     if layout.optimizer_cpu_offload and dtype == torch.float32:
         raise ConfigError(
-            "parallelism.optimizer_cpu_offload: Megatron moves only the fp32 copies of weights in half "
-            "precision; use run.dtype=bf16, or leave it out."
+            "parallelism.optimizer_cpu_offload: Megatron moves only the fp32 copies of bf16 or fp16 weights; "
+            "use run.dtype=bf16, or leave it out."
         )
     if isinstance(optimizer, TorchClass):
         optimizer.check_divisible()

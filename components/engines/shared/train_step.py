@@ -124,13 +124,13 @@ class TrainStepEngine(Engine):
     ) -> StepResult:
         assert self.sums is not None, "finish_train_step without begin_train_step"
         self.reduce_gradients()
-        counts = self.sums.counts
+        means, counts = None, self.sums.counts
         if counts is None:
             means, n_main = self.reduce_sums(self.sums)
-        else:  # known before the host reads the sums, for which it waits
+        else:
             n_main = next(iter(counts.values()))
         self.divide_gradients(max(n_main, 1) * self.sums.factor)  # the only division of a step
-        if counts is not None:
+        if means is None:  # the host waits here, when the division is queued already
             means, _ = self.reduce_sums(self.sums)
         grad_norm, loss = self.grad_norm(), means.pop("loss")
         zeros = self.count_zeros() if self.options.count_zeros else None

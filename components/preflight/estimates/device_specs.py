@@ -83,7 +83,7 @@ def find_device(
         here, total = module.get_device_name(0), module.get_device_properties(0).total_memory
         link = next((GPUS[known].link for known in LONGEST_FIRST if known in here), HOST)
         flops = peak_flops(torch.device(kind), dtype)
-        held = budget or total - GPU_PROGRAM
+        held = budget or max(total - GPU_PROGRAM, 0)
         return Device(here, kind, held, True, flops, GPU_MFU, link, NETWORK, PER_NODE)
     share = machine_memory() // local_ranks - PROGRAM
     flops = peak_flops(torch.device("cpu"), dtype) / local_ranks

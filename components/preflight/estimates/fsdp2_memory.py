@@ -142,7 +142,8 @@ def memory(
         resting["averages"] = step.weight_copies * held.weights.unsharded_trained * FP32 // shards
     asked = list(held.moments())
     gradients = held.weights.unsharded_trained * FP32 // shards
-    if isinstance(optimizer, TorchClass) and optimizer.updates_together and step.device != "cpu":
+    on_gpu = step.device != "cpu" and not held.offloads
+    if isinstance(optimizer, TorchClass) and optimizer.updates_together and on_gpu:
         asked.append({"gradients": gradients, "buffers": gradients})
     if optimizer.scope == "matrix":
         ranks = step.world_size
@@ -365,10 +366,10 @@ class StepMemory:
     def reduced(self, part: BlockParameters) -> int:
         """Return the bytes of the gradients of ``part`` that exist during their reduction only.
 
-        On one rank, they are the gradients after it, unless these are in host memory.
+        On one rank, they are the gradients after it, unless these are in host memory or are added to others.
         """
         one_rank = self.shards * self.layout.dp_replicate == 1
-        return 0 if one_rank and not self.offloads else part.trained * FP32
+        return 0 if one_rank and not (self.offloads or self.adds_reduced) else part.trained * FP32
 
     def accumulated_grads(self, parts: Iterable[BlockParameters]) -> int:
         """Return the bytes of unsharded fp32 gradients of ``parts`` accumulated by earlier micro-batches."""
@@ -380,10 +381,14 @@ class StepMemory:
 
         If earlier micro-batches were reduced, there are shards of all gradients.
         """
-        earlier = self.num_microbatches > 1 and self.layout.reduce_gradients == "every"
-        parts = self.weights.parts if earlier else self.weights.blocks[first:]
+        parts = self.weights.parts if self.adds_reduced else self.weights.blocks[first:]
         trained = sum(part.unsharded_trained for part in parts)
         return 0 if self.offloads else trained * FP32 // self.shards
+
+    @property
+    def adds_reduced(self) -> bool:
+        """Whether the gradients of earlier micro-batches have been reduced."""
+        return self.num_microbatches > 1 and self.layout.reduce_gradients == "every"
 
     @property
     def hidden(self) -> int:

@@ -11,38 +11,40 @@ from components.preflight.estimates.quantities import MicrobatchShape
 
 LARGEST = 16
 """Number of micro-batches whose labels are counted."""
+LARGEST_UNPAIRED = 256
+"""The same for unpaired data, in which other micro-batches may have the most trained tokens."""
 
 
 @lru_cache(maxsize=64)
 def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> MicrobatchShape:
     """Return the shape of the micro-batch of the first epoch that has the most tokens.
 
-    Without packing, a sample has one row per sequence. The numbers of labels and of trained tokens are the
-    maxima over the ``LARGEST`` largest micro-batches. In unpaired data, every second sequence is a mismatched
-    answer, on which a loss does not train.
+    Without packing, a sample has one row per sequence. The number of labels is the maximum over the
+    ``LARGEST`` largest micro-batches. In unpaired data, every second sequence is a mismatched answer, on
+    which no loss trains; the length is then the maximum over the trained tokens of these micro-batches.
     """
     assert isinstance(data, PreparedData)
     tokens, plans = data.train.open()
-    plan, packed = plans.plan(0), data.packing != "none"
+    plan, packed, unpaired = plans.plan(0), data.packing != "none", tokens.desirable is not None
     sizes = plan.microbatch_lengths(micro_batch_size, packed=packed)
-    lines = micro_batch_size * (1 if packed else tokens.sequences_per_sample)
     labels = trained = 0
-    for number in np.argsort(-sizes, kind="stable")[:LARGEST].tolist():
+    for number in np.argsort(-sizes, kind="stable")[: LARGEST_UNPAIRED if unpaired else LARGEST].tolist():
         stop = min((number + 1) * micro_batch_size, plan.num_rows)
         segments = plan.rows(number * micro_batch_size, stop).tolist()
-        if tokens.desirable is not None:
-            segments = [segment for segment in segments if segment[0] % 2 == 0]
+        segments = [segment for segment in segments if not unpaired or segment[0] % 2 == 0]
         lengths = [last - first for _, first, last in segments]
         trained = max(trained, sum(lengths) if packed else max(lengths))
         targets = (tokens.mask(seq, first + 1, last + 1) for seq, first, last in segments)
         labels = max(labels, sum(int(np.count_nonzero(mask)) for mask in targets))
-    longest = int(sizes.max()) if tokens.desirable is None else trained
+    longest, each = int(sizes.max()), 1 if packed else tokens.sequences_per_sample
+    lines = micro_batch_size * (1 if unpaired else each)
+    length = trained if unpaired else longest
     return MicrobatchShape(
         rows=lines,
-        length=-(-longest // lines) if packed else longest,
+        length=-(-length // lines) if packed else length,
         labels=labels,
         num_microbatches=data.global_batch_size // (dp_size * micro_batch_size),
-        untrained=int(sizes.max()) / longest - 1,
+        untrained=longest * micro_batch_size * each / (length * lines) - 1,
     )
 
 

@@ -33,7 +33,7 @@ def remember(cu_seqlens: Tensor, positions: Tensor) -> None:
 def table(cu_seqlens: Tensor, freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return ``mscale`` times the cosines and the sines of the row, ``[L, 1, D]`` in ``dtype``.
 
-    The first half of the sines is negated. All layers use the result of the first of them.
+    The first half of the sines is negated. Layers that are given the same ``freqs`` share the result.
     """
     known = _tables.get(cu_seqlens)
     if known is None or known[0] is not freqs or known[1] != mscale or known[2].dtype != dtype:
@@ -75,21 +75,20 @@ def by_positions(_: object) -> Callable[..., Tensor]:
         t: Tensor,
         cu_seqlens: Tensor,
         freqs: Tensor,
-        rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False,
         mscale: float = 1.0,
         cp_group: object = None,  # noqa: ARG001  the positions are those of this rank
+        **options: object,
     ) -> Tensor:
         """Rotate ``[L, heads, D]`` with the rows of ``freqs``, ``[length, 1, 1, D]``, for their positions.
 
-        The other options are those of the function for rows that are not packed.
+        ``options`` are the other ones of the function for rows that are not packed.
         """
-        if not rotary_interleaved and not multi_latent_attention and freqs.shape[-1] == t.shape[-1]:
+        if not any(options.values()) and freqs.shape[-1] == t.shape[-1]:
             turned: Tensor = Rotation.apply(t, *table(cu_seqlens, freqs, mscale, t.dtype))
             return turned
         packed = freqs.index_select(0, _positions[cu_seqlens])
-        options = (rotary_interleaved, multi_latent_attention, mscale)
-        rotated: Tensor = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), packed, *options)
+        apply = rope_utils._apply_rotary_pos_emb_bshd
+        rotated: Tensor = apply(t.unsqueeze(1), packed, mscale=mscale, **options)
         return rotated.squeeze(1)
 
     return rotate

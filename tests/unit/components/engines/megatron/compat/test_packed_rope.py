@@ -20,13 +20,19 @@ class OneRank:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"mscale": 1.25}, {"rotary_interleaved": True}, {"multi_latent_attention": True}, {"rotated": 4}],
+    ("rotated", "options"),
+    [
+        (6, {}),
+        (4, {}),
+        (6, {"mscale": 1.25}),
+        (6, {"rotary_interleaved": True}),
+        (6, {"multi_latent_attention": True}),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_lookup_by_position_rotates_as_one_call_per_sequence(
-    options: dict[str, float], dtype: torch.dtype
+    rotated: int, options: dict[str, float], dtype: torch.dtype
 ) -> None:
     """Results and gradients have the bits of Megatron's function, also with cosines of an earlier call."""
     torch.manual_seed(0)
@@ -34,7 +40,7 @@ def test_a_lookup_by_position_rotates_as_one_call_per_sequence(
     (original,) = patch.originals.values()
     ends = torch.tensor([0, 3, 8, 9], dtype=torch.int32)
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 0])
-    table, weights = torch.randn(5, 1, 1, options.pop("rotated", 6)), torch.randn(9, 2, 6).to(dtype)
+    table, weights = torch.randn(5, 1, 1, rotated), torch.randn(9, 2, 6).to(dtype)
     packed_rope.remember(ends, positions)
     for heads in torch.randn(2, 9, 2, 6).to(dtype):
         found = []
