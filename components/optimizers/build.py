@@ -62,7 +62,7 @@ def torch_optimizer(
 
 
 def state_bytes(optimizer: Optimizer) -> float:
-    """Return the bytes of the state per element of a large matrix, at most: Muon's own have one moment."""
+    """Return the bytes of the state per element of a large matrix; with Muon, of one that AdamW updates."""
     return optimizer.state_bytes if isinstance(optimizer, TorchClass) else 4.0 * len(optimizer.moments)
 
 

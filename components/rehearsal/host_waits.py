@@ -72,7 +72,7 @@ class HostWaits:
             self.wait(name.removeprefix("aten::"))
         elif name in INDEXING:
             for index in filter(None.__ne__, args[1]):
-                self._index(name.removeprefix("aten::"), index, args[0])
+                self._index(name.removeprefix("aten::"), index, args[0], fills=writes_a_number(args))
 
     def _copy(self, source: torch.device, target: torch.device) -> None:
         if source.type == "cuda" and target.type == "cpu":
@@ -80,8 +80,15 @@ class HostWaits:
         elif source.type == "cpu" and target.type == "cuda":
             self.blocking_copy("copy to cuda")
 
-    def _index(self, name: str, index: Tensor, indexed: Tensor) -> None:
+    def _index(self, name: str, index: Tensor, indexed: Tensor, *, fills: bool) -> None:
         if index.device.type == "cuda" and index.dtype in MASKS:
-            self.wait(f"{name} by a mask")
+            if not fills:  # otherwise torch calls masked_fill, and need not know the number of places
+                self.wait(f"{name} by a mask")
         elif index.device.type == "cpu" and indexed.device.type == "cuda":
             self.blocking_copy(f"{name} by an index in host memory")
+
+
+def writes_a_number(args: Arguments) -> bool:
+    """Return whether these arguments of an ``index_put`` write one number that is in host memory."""
+    _, _, value, *accumulate = (*args, None)[:4]
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_cpu and not any(accumulate)

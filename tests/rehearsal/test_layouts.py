@@ -114,8 +114,6 @@ EXPECTED_WAITS = {
     "_fully_shard/_fsdp_param_group.py": "with cpu_offload, gradients go to host memory",
     "megatron/core/transformer/moe/token_dispatcher.py": "numbers of tokens are sizes of the all-to-all",
     "megatron/core/transformer/moe/moe_utils.py": "tokens are selected by a mask",
-    "megatron/core/tensor_parallel/layers.py": "a mask of rows of another rank; its kernel may not wait",
-    "index_put by a mask at autograd": "the gradient of that mask",
 }
 """Part of the line of a wait inside of a micro-batch -> why it is there."""
 

@@ -39,6 +39,9 @@ def test_memory_is_that_of_live_storages() -> None:
     assert sum(memory.at_peak.values()) == memory.peak == 2560
 
 
+ZERO = torch.tensor(0.0)
+
+
 @pytest.mark.parametrize(
     ("func", "args", "kwargs", "waits", "copies"),
     [
@@ -49,6 +52,10 @@ def test_memory_is_that_of_live_storages() -> None:
         (aten.copy_.default, lambda: (on_gpu(4), torch.empty(4)), {}, 0, 1),
         (aten.index.Tensor, lambda: (on_gpu(4), [on_gpu(4, dtype=torch.bool)]), {}, 1, 0),
         (aten.index.Tensor, lambda: (on_gpu(4), [on_gpu(2, dtype=torch.int64)]), {}, 0, 0),
+        (aten.index_put_.default, lambda: (on_gpu(4), [on_gpu(4, dtype=torch.bool)], on_gpu(1)), {}, 1, 0),
+        # masked_fill, for which the number of places need not be known
+        (aten.index_put_.default, lambda: (on_gpu(4), [on_gpu(4, dtype=torch.bool)], ZERO), {}, 0, 0),
+        (aten.index_put_.default, lambda: (on_gpu(4), [on_gpu(4, dtype=torch.bool)], ZERO, True), {}, 1, 0),
         (aten.add.Tensor, lambda: (on_gpu(4), on_gpu(4)), {}, 0, 0),
     ],
 )
