@@ -48,22 +48,23 @@ class Rotation(torch.autograd.Function):
     """The rotation of ``[L, heads, D]`` by a ``table``, with four kernels in each direction.
 
     Results and gradients are those of Megatron's expression to the last bit, in which autograd would launch
-    three times as many.
+    three times as many. Both are contiguous, whatever the memory of the input looks like, so that the bits of
+    later products do not depend on it.
     """
 
     @staticmethod
     def forward(ctx: FunctionCtx, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return (t * cos).add_(swap(t).mul_(sin))
+        return swap(t).mul_(sin).add_(t * cos)
 
     @staticmethod
     def backward(ctx: BackwardCFunction, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors  # type: ignore[misc]
-        return (grads[0] * cos).add_(swap(grads[0] * sin)), None, None
+        return swap(grads[0] * sin).add_(grads[0] * cos), None, None
 
 
 def swap(t: Tensor) -> Tensor:
-    """Return a copy of ``t`` with the two halves of the last dimension exchanged."""
+    """Return a contiguous copy of ``t`` with the two halves of the last dimension exchanged."""
     first, second = t.chunk(2, dim=-1)
     return torch.cat((second, first), dim=-1)
 
