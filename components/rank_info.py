@@ -138,13 +138,29 @@ def number(environ: Mapping[str, str], name: str, default: int | None, allowed: 
     return int(text)
 
 
+def num_cores() -> int:
+    """Return the number of cores that this process and its children may use together.
+
+    A job of a sweep has a part of the cores. Otherwise it is the CPU affinity, which SLURM and containers
+    set, where the system has one.
+    """
+    if CORES in os.environ:
+        return int(os.environ[CORES])
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def check_place(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if a launcher has set only some of the variables in ``PLACE``."""
+    """Raise ConfigError if a launcher has not set all variables that describe the place of this rank."""
     known = [name for name in PLACE if name in environ]
     if known and len(known) < len(PLACE):
         missing = ", ".join(sorted(set(PLACE) - set(known)))
         raise ConfigError(
             f"{known[0]}: is set in the environment, but {missing} is not; set all or unset it."
+        )
+    if known and "LOCAL_WORLD_SIZE" not in environ and environ["LOCAL_RANK"] != environ["RANK"]:
+        raise ConfigError(
+            "LOCAL_WORLD_SIZE: is not set, and these ranks are on several machines; let the launcher set it "
+            "to the number of ranks on each machine, and GROUP_RANK to the number of the machine, from 0."
         )
 
 

@@ -31,7 +31,7 @@ from components.contracts.json_types import Json
 from components.home import expand_home
 from components.json_text import leaves, one_line
 from components.rank_info import RankInfo
-from runner.config.command_line import is_sweep
+from runner.config.command_line import is_sweep, long_flags
 from runner.config.sources import COMMAND_LINE, ConfigSources, did_you_mean
 from runner.config.unknown_keys import check_long_options, hint_for_value, translations, unknown_key
 from runner.distribution import distribution
@@ -340,17 +340,18 @@ def unread_key(key: str) -> str:
     group = key.partition(".")[0]
     own = (f"{group}._target_=", "optimizer=torch") if group == "optimizer" else (f"{group}._target_=",)
     chosen = [word.partition("=")[2] for word in sys.argv[1:] if word.startswith(f"{group}=")]
-    files = [folder / group / f"{option}.yaml" for folder in config_dirs()[1:] for option in chosen]
+    options = [option for words in chosen for option in words.strip("[]").split(",")]
+    files = [folder / group / f"{option}.yaml" for folder in config_dirs()[1:] for option in options]
     if any(word.startswith(own) for word in sys.argv[1:]) or any(file.is_file() for file in files):
         return f"{key} (the command line): is not in the file of {group}; to add it, use +{key}=VALUE."
-    if options := options_with(key):
+    if others := options_with(key):
         return (
-            f"{key} (the command line): nothing reads this key in this run, but {' or '.join(options)} does; "
+            f"{key} (the command line): nothing reads this key in this run, but {' or '.join(others)} does; "
             "choose it, or leave the key out."
         )
     known = known_keys()
-    others = (word.partition("=")[0] for word in sys.argv[1:])
-    more = translations(name for name in others if name != key and name not in known)
+    given = (word.partition("=")[0] for word in sys.argv[1:])
+    more = translations(name for name in given if name != key and name not in known)
     return f"{unknown_key(key, COMMAND_LINE, known)}{more}"
 
 
@@ -375,9 +376,8 @@ def no_name_of_an_option() -> str:
 
 def config_dirs() -> list[Path]:
     """Return conf/ and, if given, the folder of ``--config-dir``."""
-    line = " ".join(sys.argv[1:])
-    own = re.search(r"(?:--config-dir|-cd)[= ](\S+)", line)
-    return [Path(config_dir()), *([Path(own[1])] if own else [])]
+    own = [word.partition("=")[2] for word in long_flags(sys.argv) if word.startswith("--config-dir=")]
+    return [Path(config_dir()), *map(Path, own)]
 
 
 def group_options(group: str) -> list[str]:
@@ -416,7 +416,18 @@ def default_config() -> object:
     """Compose the config with only the group choices of the command line; leave interpolations unresolved."""
     running = GlobalHydra.instance().is_initialized()
     with nullcontext() if running else initialize_config_dir(config_dir(), version_base="1.3"):
-        return OmegaConf.to_container(compose("config", [*filter(is_choice, sys.argv[1:])]), resolve=False)
+        return OmegaConf.to_container(compose("config", group_choices()), resolve=False)
+
+
+def group_choices() -> list[str]:
+    """Return the choices of options of this command or of Hydra's current job; of a swept group the first."""
+    state = HydraConfig.get() if HydraConfig.initialized() else None
+    words = as_given(state) if state and state.overrides.task else sys.argv[1:]
+    found = (word.partition("=") for word in words if is_choice(word))
+    return [
+        f"{group}={options if options.startswith('[') else options.partition(',')[0]}"
+        for group, _, options in found
+    ]
 
 
 def is_choice(argument: str) -> bool:

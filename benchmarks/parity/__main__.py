@@ -24,12 +24,12 @@ from rich.table import Table as Printed
 from benchmarks.parity.parity_cells import Bench, Cell
 from benchmarks.parity.parity_experts import EXPERTS, LATENT
 from benchmarks.parity.parity_muon import MUON, MUON_EXPERTS
+from benchmarks.parity.parity_precision import PRECISION
 from benchmarks.parity.parity_qlora import QLORA
-from benchmarks.parity.parity_rows import CONTROL_COLUMN, DENSE, REFERENCE, Column, Row, Table
-from components.proof.verdict import BOUND
+from benchmarks.parity.parity_rows import DENSE, REFERENCE, Column, Row, Table
 
 RESULTS = Path(__file__).parents[1] / "results"
-TABLES = {table.name: table for table in (DENSE, EXPERTS, LATENT, MUON, MUON_EXPERTS, QLORA)}
+TABLES = {table.name: table for table in (DENSE, EXPERTS, LATENT, MUON, MUON_EXPERTS, PRECISION, QLORA)}
 FILES = {"dense": "parity.json"} | {name: f"parity_{name}.json" for name in TABLES if name != "dense"}
 PACKAGES = ("torch", "megatron-core", "transformers")
 
@@ -99,7 +99,7 @@ def chosen(asked: argparse.Namespace, table: Table) -> list[tuple[Row, list[Colu
     """Return the requested rows with their columns, and all controls, which are always measured."""
     columns = [column for column in table.columns if asked.columns is None or column.name in asked.columns]
     rows = [row for row in table.rows if asked.rows is None or row.name in asked.rows]
-    control = [table.column(CONTROL_COLUMN)]
+    control = [table.column(table.control_column)]
     filled = [(row, [column for column in columns if row.engine in column.engines]) for row in rows]
     return [(row, taken) for row, taken in filled if taken] + [(row, control) for row in table.controls]
 
@@ -120,7 +120,7 @@ def printed(lines: Sequence[Line], table: Table) -> Printed:
     A cell has the errors of gradients, loss and gradient norm.
     """
     result = Printed(
-        title=f"{table.name}: parity with one process, bound {BOUND:.0e}",
+        title=f"{table.name}: parity with one process, bound {bounds(table)}",
         caption="gradients / loss / gradient norm",
     )
     for heading in (
@@ -138,6 +138,12 @@ def printed(lines: Sequence[Line], table: Table) -> Printed:
         seconds = f"{line.seconds:.0f}"
         result.add_row(line.row.name, str(line.world_size), mesh, *cells, seconds, verdict(line))
     return result
+
+
+def bounds(table: Table) -> str:
+    """Return the bounds of the columns, each once."""
+    found = dict.fromkeys(tuple(f"{bound:.0e}" for bound in column.bounds) for column in table.columns)
+    return " or ".join(" / ".join(each) if len({*each}) > 1 else each[0] for each in found)
 
 
 def cell(line: Line, column: Column) -> str:
@@ -167,7 +173,7 @@ def report(lines: Sequence[Line], curves: dict[str, list[float]], table: Table) 
     return {
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in PACKAGES},
-        "bound": BOUND,
+        "bounds": {column.name: column.bounds for column in table.columns},
         "experiment": table.experiment,
         "columns": {column.name: column.overrides for column in table.columns},
         "reference": {"overrides": REFERENCE.overrides, "losses": curves},

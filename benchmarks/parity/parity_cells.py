@@ -53,10 +53,13 @@ class Cell:
     loss: float
     grad_norm: float
     seconds: float
+    bounds: tuple[float, float, float] = (BOUND, BOUND, BOUND)
+    """See ``Column.bounds``."""
 
     @property
     def passes(self) -> bool:
-        return all(error <= BOUND for error in (self.gradient, self.loss, self.grad_norm))  # NaN fails
+        errors = zip((self.gradient, self.loss, self.grad_norm), self.bounds, strict=True)
+        return all(error <= bound for error, bound in errors)  # NaN fails
 
 
 class Bench:
@@ -78,7 +81,7 @@ class Bench:
         if column.name not in self.references:
             self.references[column.name] = self.measure(REFERENCE, column)
         found = self.measure(row, column)
-        return compare(found, self.references[column.name]), found
+        return replace(compare(found, self.references[column.name]), bounds=column.bounds), found
 
     def measure(self, row: Row, column: Column) -> Measured:
         began = time.perf_counter()

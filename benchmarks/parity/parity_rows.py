@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from components.proof.verdict import BOUND
+
 Fault = Literal["norms_not_summed", "own_count", "own_load", "own_shard", "own_part", "own_values"]
 
 COMMON = (
@@ -50,6 +52,8 @@ class Column:
     """Engines that support the column."""
     adapted: bool = False
     """Whether a written adapter is trained. It has nonzero matrices, so that no gradient is zero."""
+    bounds: tuple[float, float, float] = (BOUND, BOUND, BOUND)
+    """Largest relative errors that pass: of the gradient, the loss and the gradient norm."""
 
     @property
     def stage(self) -> str:
@@ -163,7 +167,12 @@ REFERENCE = Row("fsdp2, one process", ("parallelism=single",), engine="fsdp2")
 ROWS = (
     Row("single", ("parallelism=megatron",)),
     Row("fsdp2", ("parallelism=fsdp2",), engine="fsdp2", dims={"dp_shard": 2}),
-    Row("hsdp", ("parallelism=hsdp",), engine="fsdp2", dims={"dp_replicate": 2, "dp_shard": 2}),
+    Row(
+        "hsdp",
+        ("parallelism=hsdp", "parallelism.blocks_per_group=2", "parallelism.prefetch_groups=1"),
+        engine="fsdp2",
+        dims={"dp_replicate": 2, "dp_shard": 2},
+    ),
     Row(
         "fsdp2 offload",
         ("parallelism=fsdp2", "parallelism.cpu_offload=true", "parallelism.activation_offloading=true"),
@@ -257,6 +266,7 @@ class Table:
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
     controls: tuple[Row, ...]
+    control_column: str = CONTROL_COLUMN
 
     def row(self, name: str) -> Row:
         return next(row for row in (*self.rows, *self.controls) if row.name == name)

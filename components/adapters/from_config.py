@@ -1,5 +1,6 @@
 """The functions that the files of ``conf/adapter`` name as ``_target_``."""
 
+from pathlib import Path
 from typing import Literal
 
 from components.adapters.lora_config import Init, LoRA
@@ -8,6 +9,7 @@ from components.adapters.target_modules import Targets
 from components.contracts.configs import NoAdapter
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
+from components.models import nf4
 
 
 def none() -> NoAdapter:
@@ -49,6 +51,11 @@ def lora(
                 "out."
             )
         asked = agreed_setting(asked, read_settings(path), path)
+        if quantize is None and nf4.has_config(Path(path).expanduser()):
+            raise ConfigError(
+                f"adapter.path: {path} was trained on a base model in 4 bits; use adapter=qlora, which has "
+                "adapter.quantize=nf4."
+            )
     elif modules_to_save is None:
         asked["modules_to_save"] = ()
     for name, value in (asked if path else asked | {"init_lora_weights": init_lora_weights}).items():

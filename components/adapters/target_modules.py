@@ -58,7 +58,7 @@ def linear_targets(model: PreTrainedModel, target: Targets) -> list[str]:
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of all linear layers that may be adapted: not the head, and not ``beside_experts``."""
+    """Return the names of the linear layers that may be adapted, without the head and ``beside_experts``."""
     head, others = output_head(model), beside_experts(model)
     return [
         name

@@ -1,6 +1,9 @@
 """Finding the checkpoint for ``checkpoint.resume``, and checking that the run may continue from it."""
 
 import logging
+import math
+import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,6 +21,9 @@ from components.checkpoint.safe_reader import read_metadata
 from components.contracts.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(__\d+)?")
+"""The name of a run folder: the time of its start, and a number if another run started in that second."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,16 @@ class Resume:
     evaluates: bool = False
     """Whether the run only evaluates. Its stage may then be another one, without a reference model."""
 
-    def resolve(self, output_dir: Path, name: str, identity: RunIdentity) -> Path | None:
+    def resolve(
+        self,
+        output_dir: Path,
+        name: str,
+        identity: RunIdentity,
+        accepts: Callable[[Path], bool] = bool,
+    ) -> Path | None:
         """Return the checkpoint to resume from. None means that the run starts from step 0.
+
+        ``auto`` considers only the run folders for which ``accepts`` returns True.
 
         Raises:
             ConfigError: if the named checkpoint does not exist, or if the checkpoint is damaged, holds only
@@ -81,7 +95,8 @@ class Resume:
         if self.mode == "never":
             return None
         named = self.mode != "auto"
-        point = find_checkpoint("checkpoint.resume", self.mode) if named else newest(output_dir / name)
+        runs = output_dir / name
+        point = find_checkpoint("checkpoint.resume", self.mode) if named else newest_of_runs(runs, accepts)
         if point is not None:
             meta = verify_checkpoint(point, checksums=self.verify)
             if self.evaluates and identity.reference is None:
@@ -90,15 +105,21 @@ class Resume:
         return point
 
 
-def newest(runs: Path) -> Path | None:
-    """Return the newest complete checkpoint of the newest run folder that has one.
+def newest_of_runs(runs: Path, accepts: Callable[[Path], bool] = bool) -> Path | None:
+    """Return the newest complete checkpoint of the newest folder of ``runs`` that has one and is accepted.
 
-    None means that no run folder has one.
+    None means that there is none. Folders with names of a user's own, such as copies, come last.
     """
-    for run in sorted((path for path in runs.glob("*") if path.is_dir()), key=run_order, reverse=True):
-        if found := complete_checkpoints(run / "checkpoints"):
+    folders = (path for path in runs.glob("*") if path.is_dir())
+    for run in sorted(folders, key=lambda run: (is_run_folder(run), run_order(run)), reverse=True):
+        if (found := complete_checkpoints(run / "checkpoints")) and accepts(run):
             return found[-1]
     return None
+
+
+def is_run_folder(path: Path) -> bool:
+    """Return whether ``path`` has the name of a run folder, which copies made by a user do not have."""
+    return STAMP.fullmatch(path.name) is not None
 
 
 def run_order(run: Path) -> tuple[str, int]:
@@ -122,10 +143,10 @@ def find_checkpoint(option: str, path: str) -> Path:
     given = Path(path).expanduser().absolute()
     if is_complete(given):
         return given
-    if given.name.startswith("step_") and given.is_dir():
-        raise ConfigError(f"{option}: {path} was never completed; take another checkpoint of its run.")
     found = complete_checkpoints(given / "checkpoints")
-    newest_one = found[-1] if found else newest(given)
+    newest_one = found[-1] if found else newest_of_runs(given)
+    if newest_one is None and given.name.startswith("step_") and given.is_dir():
+        raise ConfigError(f"{option}: {path} was never completed; take another checkpoint of its run.")
     if newest_one is None:
         reason = "holds no complete checkpoint" if given.is_dir() else "is not a folder"
         raise ConfigError(f"{option}: {path} {reason}; give a run folder or a checkpoint folder.")
@@ -142,7 +163,9 @@ def verify_checkpoint(point: Path, *, checksums: bool, option: str = "checkpoint
     meta, wrong = inspect_checkpoint(point, checksums=checksums)
     if meta is not None and wrong is None:
         return meta
-    earlier = [folder for folder in complete_checkpoints(point.parent) if step_of(folder) < step_of(point)]
+    number = re.match(r"step_(\d+)", point.name)  # a user may have renamed the folder
+    last = math.inf if number is None else int(number[1])
+    earlier = [folder for folder in complete_checkpoints(point.parent) if step_of(folder) < last]
     offers = (
         folder for folder in reversed(earlier) if inspect_checkpoint(folder, checksums=checksums)[1] is None
     )

@@ -11,7 +11,7 @@ from components.adapters import LoRA, export_adapter
 from components.adapters.merge import merged_weights
 from components.adapters.peft_folder import name_base
 from components.checkpoint import resolve_checkpoint
-from components.models import ModelSpec, WeightSource, checkpoint_weights, named_shapes, stream_folder
+from components.models import ModelSpec, WeightSource, checkpoint_weights, named_shapes, nf4, stream_folder
 from components.models.experts import router_biases
 
 OPTION = "checkpoint"
@@ -49,8 +49,14 @@ class CheckpointModel:
         return self._stream(shapes, read, target, dtype)
 
     def export_merged(self, target: Path, dtype: torch.dtype) -> Path:
-        """Write the base model of an adapter with the adapter merged into it."""
+        """Write the base model of an adapter with the adapter merged into it.
+
+        Raises:
+            ConfigError: if the base model is quantised, and what reads it is not installed.
+        """
         assert self.adapter is not None
+        if self.adapter.quantize is not None:
+            nf4.check_installed()
         meta = self.model.build(self.model.config())
         merged = merged_weights(self.adapter, meta, self._initial(), self._adapter_weights())
         return self._stream(named_shapes(meta), merged, target, dtype)

@@ -112,10 +112,11 @@ class Engine(LossEngine, Protocol):
     def keeping_random_streams(self) -> AbstractContextManager[None]:
         """Return a context manager that restores this rank's random states on exit."""
 
-    def holding_optimizer_state(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the optimizer has the state that its first update creates.
+    def allocated_optimizer_state(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the optimizer's state is allocated, as after an update.
 
-        It needs as much memory as in later steps. If only an update can create it, it is dropped on exit.
+        State that starts at zero, such as AdamW's, stays allocated after the context. State that only an
+        update can create is dropped on exit.
         """
 
     def max_over_ranks(self, value: float) -> float:

@@ -35,6 +35,7 @@ from components.data.tokenize.truncation import LongSamples
 from components.data.tokenize.workers import build_store
 from components.home import expand_home
 from components.json_text import as_type
+from components.rank_info import num_cores
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ class Data(ABC):
         return Encoder(tokenizer, kind, limit, self.long_samples, self.train_on_prompt)
 
     def _workers(self) -> int:
-        return self.num_workers or min(_MAX_WORKERS, os.cpu_count() or 1)
+        return self.num_workers or min(_MAX_WORKERS, num_cores())
 
     def check_kind(self, kind: SampleKind) -> None:
         """Raise ConfigError if an option is given that has no effect on samples of ``kind``."""

@@ -1,5 +1,6 @@
 """The logger for Weights & Biases."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +78,15 @@ class WandbLogger:
 class Wandb:
     """Weights & Biases. ``mode=offline`` writes files for ``wandb sync`` to ``<run folder>/wandb``."""
 
-    project: str = "runner"
+    project: str | None = None
+    """None means WANDB_PROJECT of the environment, or else ``runner``."""
     entity: str | None = None
     name: str | None = None
     """Name of the run. None means ``<name>/<stamp>`` of the run folder."""
     group: str | None = None
     """Group of the run. None means the name of the sweep's folder, if the run belongs to a sweep."""
-    mode: Literal["online", "offline"] = "online"
+    mode: Literal["online", "offline"] | None = None
+    """None means WANDB_MODE of the environment, or else ``online``."""
     tags: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -91,20 +94,24 @@ class Wandb:
         require("wandb")
         import wandb
 
-        if self.mode == "online" and not wandb.api.api_key:
+        if self.chosen_mode == "online" and not wandb.api.api_key:
             raise ConfigError(
                 "logger.wandb.mode: is online, but there is no Weights & Biases key; "
                 "set WANDB_API_KEY, run `wandb login`, or set logger.wandb.mode=offline."
             )
 
+    @property
+    def chosen_mode(self) -> str:
+        return self.mode or os.environ.get("WANDB_MODE", "online")
+
     def open(self, start: RunInfo) -> WandbLogger:
         sweep = start.facts.get("sweep")
         settings = {
-            "project": self.project,
+            "project": self.project or os.environ.get("WANDB_PROJECT", "runner"),
             "entity": self.entity,
             "name": self.name or f"{start.folder.parent.name}/{start.folder.name}",
             "group": self.group or (Path(sweep["folder"]).name if sweep else None),
-            "mode": self.mode,
+            "mode": self.chosen_mode,
             "tags": [*self.tags, *(["sweep", f"job {sweep['number']}"] if sweep else [])],
         }
         return WandbLogger(start, settings)

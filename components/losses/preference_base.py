@@ -83,7 +83,10 @@ class PairwiseLoss(ABC):
         return Pairs(*sides(scores, batch), *sides(tokens, batch))
 
     def answer_logps(self, pairs: Pairs, stats: TokenStats, batch: Batch) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """Return the log-probabilities of chosen and of rejected answers for metrics: here their scores."""
+        """Return the log-probabilities of chosen and of rejected answers, for metrics.
+
+        By default they are the scores of the answers.
+        """
         return pairs.chosen, pairs.rejected
 
     def counts(self, batch: Batch) -> dict[str, int]:

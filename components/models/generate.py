@@ -152,7 +152,7 @@ def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
 
     named = read_json(folder / ADAPTER_CONFIG_NAME)
     base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        named["base_model_name_or_path"], revision=named["revision"], trust_remote_code=trust_remote_code
+        named["base_model_name_or_path"], revision=named.get("revision"), trust_remote_code=trust_remote_code
     )
     if nf4.has_config(folder):
         nf4.check_installed()

@@ -56,12 +56,12 @@ def pretrained_weights(
     drawn: WeightSource | None = None,
     trust_remote_code: bool = False,
 ) -> WeightSource:
-    """Return the weights in ``folder`` by the names of ``model`` (on any device; only its shapes are read).
+    """Return the weights in ``folder`` under the names of ``model``, of which only the shapes are read.
 
-    If the safetensors files hold exactly these names, only the requested part of a tensor is read, on each
-    request. Otherwise (an older layout, .bin files) transformers converts the whole model on CPU, with a
-    warning in the log. Weights of MTP layers and of a scalar head that the files lack come from ``drawn``,
-    also with a warning.
+    ``model`` may be on any device. If the safetensors files hold exactly these names, only the requested part
+    of a tensor is read, on each request. Otherwise (an older layout, .bin files) transformers converts the
+    whole model on CPU, with a warning in the log. Weights of MTP layers and of a scalar head that the files
+    lack come from ``drawn``, also with a warning.
 
     Raises:
         ConfigError: if there are no weights, a file is unreadable, a parameter is missing, quantised or of

@@ -62,7 +62,10 @@ def torch_optimizer(
 
 
 def state_bytes(optimizer: Optimizer) -> float:
-    """Return the bytes of the state per element of a large matrix; with Muon, of one that AdamW updates."""
+    """Return the bytes of optimizer state per element of a large matrix.
+
+    With Muon, this is a matrix that AdamW updates, which has the most state.
+    """
     return optimizer.state_bytes if isinstance(optimizer, TorchClass) else 4.0 * len(optimizer.moments)
 
 

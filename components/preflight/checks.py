@@ -132,16 +132,6 @@ def check_restarts(max_restarts: int, joined: bool) -> None:
         )
 
 
-def check_shared_name(resume: str, *, of_sweep: bool, named: bool) -> None:
-    """Raise ConfigError if jobs of a sweep would resume from each other's checkpoints."""
-    if resume == "auto" and of_sweep and not named:
-        raise ConfigError(
-            "checkpoint.resume: is auto, and the jobs of a sweep share run.name: one would resume in the "
-            "folder of another; give each a name, such as 'run.name=lr_${optimizer.lr}', or use "
-            "checkpoint.resume=never."
-        )
-
-
 def check_batch(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:
     """Raise ConfigError if data-parallel ranks cannot split the global batch into whole micro-batches."""
     unit = dp_size * micro_batch_size
@@ -197,7 +187,7 @@ def check_evaluation(key: str, wanted: float, has_eval: bool) -> None:
     if wanted and not has_eval:
         raise ConfigError(
             f"run.{key}: is {wanted}, but there is no evaluation data; set data.eval or "
-            f"data.eval_fraction, or remove run.{key}."
+            f"data.eval_fraction, or use run.{key}={'false' if key == 'eval_on_start' else 0}."
         )
 
 
@@ -264,7 +254,7 @@ def check_early_stop(metric: str, mode: str, patience: int, resume: Path | None)
 
 
 def check_stream(eval_every_epochs: int, save_every_epochs: int, reference: str) -> None:
-    """Raise ConfigError if an option needs the end, or all samples, of the stream that is trained on."""
+    """Raise ConfigError if an option needs epochs or all samples, which a stream of data does not have."""
     in_steps = {"run.eval_every": eval_every_epochs, "checkpoint.save_every": save_every_epochs}
     for key, epochs in in_steps.items():
         if epochs:

@@ -104,7 +104,8 @@ def read_curves(path: Path, count: int) -> dict[str, Curve]:
 def current_names(names: Iterable[str]) -> dict[str, str]:
     """Return the current name of each metric of a run.
 
-    ``accuracy`` is an old name if it is that of a preference loss, which also had ``rewards_chosen``.
+    ``accuracy`` is an old name only in a run of a preference loss, which also has ``rewards_chosen``. In a
+    run of a reward model it is the current name.
     """
     found = {name: RENAMED.get(name, name) for name in names}
     of_pairs = any(name.endswith("/rewards_chosen") for name in found)

@@ -9,6 +9,7 @@ from hydra.core.utils import setup_globals
 from omegaconf import open_dict
 
 from runner.search_path import program_first, python_module
+from runner.standard_streams import survive_closed_streams
 
 COMMAND = tuple(python_module("hydra_plugins.runner_sweeps.local_job"))
 
@@ -18,6 +19,7 @@ def main() -> None:
 
     die_with_parent()
     program_first()
+    survive_closed_streams()
     del os.environ["RUNNER_PARENT"]  # only for ranks
     setup_globals()
     sys.argv, config = pickle.load(sys.stdin.buffer)

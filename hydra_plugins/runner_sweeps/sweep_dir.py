@@ -8,7 +8,7 @@ from pathlib import Path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, read_write
 
 from components.contracts.errors import ConfigError
 from hydra_plugins.runner_sweeps.search_space import as_overrides
@@ -42,10 +42,10 @@ def make_folder(config: DictConfig) -> Path:
     from components.home import expand_home
     from runner.cli import as_given
 
-    study, folder = (
-        config.hydra.sweeper.get("study_name"),
-        Path(expand_home("hydra.sweep.dir", config.hydra.sweep.dir)).absolute(),
-    )
+    study = config.hydra.sweeper.get("study_name")
+    folder = Path(expand_home("hydra.sweep.dir", config.hydra.sweep.dir)).absolute()
+    with read_write(config), read_write(config.hydra):  # Hydra's sweeper would not expand ~
+        config.hydra.sweep.dir = str(folder)
     if study is not None and not re.fullmatch(r"[\w+-][\w.+-]*", str(study)):
         raise ConfigError(
             f"hydra.sweeper.study_name: {study!r} is not a folder name; leave out '/' and a leading '.'."

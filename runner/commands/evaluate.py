@@ -19,7 +19,7 @@ from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
 from runner import cli
 from runner.commands.arguments import first_line, trusted_modules
-from runner.config.command_line import hydra_value, join_config_dir
+from runner.config.command_line import hydra_value, long_flags
 from runner.config.renamed_keys import with_current_key
 from runner.config.sources import is_trusted, name_of
 from runner.launch.run_dir import read_run_config
@@ -37,7 +37,7 @@ _ONLY = ("run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=
 """Overrides of every evaluation."""
 _TRAINING = (
     *("run.eval_every", "run.eval_every_epochs", "run.max_time"),
-    *("run.max_restarts", "run.trial_step", "run.export"),
+    *("run.max_restarts", "run.trial_step", "run.target_loss", "run.export"),
 )
 
 
@@ -48,12 +48,12 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
         ConfigError: if not exactly one checkpoint is given, it is of a kind that cannot be evaluated, or its
             run names code that is not trusted.
     """
-    given = [word for word in join_config_dir(arguments) if not word.startswith(("checkpoint=", "trust="))]
+    given = [word for word in long_flags(arguments) if not word.startswith(("checkpoint=", "trust="))]
     named = [word.partition("=")[2] for word in arguments if word.startswith("checkpoint=")]
     if len(named) != 1:
         have = "is given twice" if named else "is missing"
         raise ConfigError(f"checkpoint: {have}; give one. Usage: {first_line(__doc__)}")
-    folder = Path(expand_home("checkpoint", named[0]))
+    folder = Path(expand_home("checkpoint", named[0])).absolute()
     if (folder / ADAPTER_CONFIG).is_file():
         known = on_its_base(folder, given)
         check_data(folder, given)
@@ -66,6 +66,8 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
     # The options of another stage do not apply. An experiment may select a stage by itself.
     if stage_of([*known, *given]) != stage_of(known) and "experiment" not in map(name_of, known):
         known = [word for word in known if not name_of(word).startswith("stage.")]
+    if "parallelism" in map(name_of, given):  # another layout, whose sizes are its own
+        known = [word for word in known if not name_of(word).startswith("parallelism.")]
     if {"data.eval", "data"} & {*map(name_of, given)} == {"data.eval"} and "data=llamafactory" in known:
         known = [word for word in known if word != "data=llamafactory" and name_of(word) not in _DATASETS]
     words = [*known, *_ONLY, *evaluated_data(known, given), *given]
@@ -130,7 +132,9 @@ def recorded(folder: Path) -> list[str]:
     if (run / "config.yaml").is_file():
         # An override or an experiment may name a run, whose newest checkpoint is another one now.
         initial = read_run_config(run)["checkpoint"].get("init_from")
-        words += [] if initial is None else [f"checkpoint.init_from={hydra_value(initial)}"]
+        if initial is not None:  # it may have been removed since
+            found = initial if Path(initial).is_dir() else None
+            words.append(f"checkpoint.init_from={hydra_value(found)}")
     return words
 
 

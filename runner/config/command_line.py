@@ -4,12 +4,15 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-CONFIG_DIR = ("--config-dir", "-cd")
+FLAGS = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
+"""The flags of Hydra, with a value, that determine which files are composed: the short and the long form."""
 
 
 def is_sweep(command: Sequence[str]) -> bool:
     """Return whether ``command`` starts a sweep."""
-    return any(word in ("-m", "--multirun") or word.startswith("sweep=") for word in command)
+    return any(
+        word in ("-m", "--multirun", "hydra.mode=MULTIRUN") or word.startswith("sweep=") for word in command
+    )
 
 
 def single_job_overrides(overrides: Sequence[str], command: Sequence[str]) -> list[str]:
@@ -17,19 +20,20 @@ def single_job_overrides(overrides: Sequence[str], command: Sequence[str]) -> li
 
     If ``overrides`` has ``sweep=OPTION``, ``hydra.mode=RUN`` is added, with which it does not start a sweep.
     """
-    places = [word for word in join_config_dir(command) if word.startswith("--config-dir=")]
+    places = [word for word in long_flags(command) if word.startswith(tuple(FLAGS.values()))]
     swept = any(word.startswith("sweep=") for word in overrides)
     return [*places, *overrides, *(["hydra.mode=RUN"] if swept else [])]
 
 
-def join_config_dir(words: Sequence[str]) -> list[str]:
-    """Return the words of a command; ``--config-dir DIR`` and ``-cd DIR`` become one long-form word."""
+def long_flags(words: Sequence[str]) -> list[str]:
+    """Return the words of a command, in which each of ``FLAGS`` and its value become one long-form word."""
     found: list[str] = []
     for before, word in pairwise(["", *words]):
-        if before in CONFIG_DIR:
-            found[-1] = f"--config-dir={word}"
+        name, _, value = word.partition("=")
+        if before in FLAGS or before in FLAGS.values():
+            found[-1] = f"{FLAGS.get(before, before)}={word}"
         else:
-            found.append(f"--config-dir={word[4:]}" if word.startswith("-cd=") else word)
+            found.append(f"{FLAGS[name]}={value}" if name in FLAGS else word)
     return found
 
 

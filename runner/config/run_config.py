@@ -227,14 +227,19 @@ def every(cadence: float, step: int, last: int) -> bool:
 
 
 def watched_metric(
-    run: RunConfig, checkpoint: CheckpointConfig, early_stopping: EarlyStoppingConfig
+    run: RunConfig,
+    checkpoint: CheckpointConfig,
+    early_stopping: EarlyStoppingConfig,
+    *,
+    hooks_evaluate: bool = False,
 ) -> WatchedMetric | None:
     """Return the metric that checkpoints and early stopping watch, or None if they watch none.
 
+    ``hooks_evaluate`` means that a hook may request evaluations.
+
     Raises:
         ConfigError: if they watch different metrics or modes, a metric is not an evaluation metric, no mode
-            is given for a metric that is not a loss, or ``run.eval_every`` and ``run.eval_every_epochs`` are
-            both 0.
+            is given for a metric that is not a loss, or there are no evaluations before the end.
     """
     watched = {
         "checkpoint.keep_best": (
@@ -252,7 +257,7 @@ def watched_metric(
     for key, metric in given.items():
         if not metric.name.startswith("eval/"):
             raise ConfigError(f"{key}: {metric.name!r} is not a metric of the evaluation; use eval/loss.")
-        if not (run.eval_every or run.eval_every_epochs):
+        if not (run.eval_every or run.eval_every_epochs or hooks_evaluate):
             raise ConfigError(
                 f"{key}: {metric.name} is read after every evaluation, and there is none before the end "
                 "(run.eval_every=0); set run.eval_every or run.eval_every_epochs."

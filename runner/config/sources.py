@@ -35,7 +35,7 @@ class ConfigSources:
     """Modules besides those of ``_OURS`` whose classes the config.yaml of ``run_folder`` may name."""
 
     def of(self, key: str) -> str:
-        """Return the source of the dotted ``key``: the command line, an experiment file, or a config file."""
+        """Return the source of the dotted ``key``: the command line, or the file that sets it."""
         if self.run_folder is not None:
             return str(self.run_folder / "config.yaml")
         if (chooser := self._chooser(key)) is not None:
@@ -60,10 +60,10 @@ class ConfigSources:
     def _chooser(self, key: str) -> str | None:
         if any(name_of(override) == key for override in self.overrides):
             return COMMAND_LINE
-        for group in ("debug", "experiment"):
+        for group in ("debug", "sweep", "experiment"):
             file = self._file(group, self.choices.get(group))
-            if file is not None and contains(yaml.safe_load(file.read_text()), key.split(".")):
-                return display(file)
+            if file is not None and (setter := setter_in(file, key.split("."))) is not None:
+                return display(setter)
         return None
 
     def _file(self, group: str, option: str | None) -> Path | None:
@@ -82,6 +82,16 @@ def is_trusted(path: str, trusted: Iterable[str]) -> bool:
 def name_of(override: str) -> str:
     """Return the key of an override: ``run.x`` for ``+run.x=1``."""
     return override.split("=", maxsplit=1)[0].lstrip("+~")
+
+
+def setter_in(file: Path, path: list[str]) -> Path | None:
+    """Return the file that sets the key ``path``: ``file``, or one in its folder that its defaults name."""
+    node = yaml.safe_load(file.read_text()) or {}
+    if contains(node, path):
+        return file
+    named = [name for name in node.get("defaults", []) if isinstance(name, str) and name != "_self_"]
+    bases = (file.parent / f"{name}.yaml" for name in reversed(named))
+    return next((found for base in bases if base.is_file() and (found := setter_in(base, path))), None)
 
 
 def contains(node: object, path: list[str]) -> bool:

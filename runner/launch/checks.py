@@ -5,14 +5,23 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from rich.console import Console
 from torch import nn
+from transformers import PreTrainedModel
 
-from components.checkpoint import Resume, RunIdentity, newest_valid, verify_checkpoint
+from components.checkpoint import (
+    Resume,
+    RunIdentity,
+    is_run_folder,
+    newest_of_runs,
+    newest_valid,
+    verify_checkpoint,
+)
 from components.contracts.configs import AdapterConfig, ModelConfig, Prepared
 from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
@@ -30,16 +39,19 @@ from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import RunConfig, watched_metric
 from runner.config.sources import ConfigSources
 from runner.launch.restart import begun_by_this_job
-from runner.launch.run_dir import create_run_folder, write_config
-from runner.launch.run_record import has_completed
+from runner.launch.run_dir import create_run_folder, read_run_config, write_config
+from runner.launch.run_record import RunRecord, has_completed
 from runner.launch.unread_options import check_unread_options
 from runner.logging_setup import log_to
+from runner.sweeps.job_record import SweepJob
 from runner.training.rank import DTYPES, engine_options
 from runner.training.state import TrainState
 
 ASSUMED_GPU = "H100"
 LARGE_RATE = 1e-3
 """Lowest learning rate that is reported as too large for most pretrained models."""
+OF_STEPS = ("profiler.enabled", "run.target_loss", "run.trial_step")
+"""Options that have no effect without train steps."""
 SLOW = 2.0
 """Lowest ratio of the time of a matrix product to that in fp32 for which a dtype is reported as slow."""
 
@@ -78,6 +90,9 @@ class RunPreparation:
     resources: ExitStack = field(default_factory=ExitStack)
     """Contexts to leave when the run has ended: the lock of its folder."""
 
+    def may_continue(self, folder: Path) -> bool:
+        return is_own_run(folder, self.where.sweep_job, self.command)
+
     def inspect(self) -> PreparedRun:
         """Run all checks that need no ranks, and prepare the data.
 
@@ -110,18 +125,7 @@ class RunPreparation:
         if experiment.preflight.mode != "plan":  # "plan" searches for another layout
             dp_size = experiment.parallelism.dp_size(self.world_size)
             checks.check_batch(run.global_batch_size, run.rows_per_microbatch, dp_size)
-        checks.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
-        checks.check_neftune(experiment.model.neftune_alpha, experiment.data.share_prompt)
-        checks.check_mtp_stage(experiment.model.mtp.num_layers, experiment.stage.kind)
-        for logger in experiment.logger.values():
-            logger.check()
-        checks.check_scalar_head(experiment.model.scalar_head, experiment.hook)
-        for hook in experiment.hook.values():
-            hook.check()
-        model = experiment.model.meta_model
-        rate, adds_tokens = experiment.model.moe.bias_update_rate, bool(experiment.model.add_tokens)
-        checks.check_adapter(experiment.adapter, model, rate, adds_tokens)
-        checks.check_head_dim(experiment.optimizer, model, adapted=experiment.adapter is not None)
+        model = check_parts(experiment)
         self.check_layout(model, experiment.adapter)
         if (init_from := experiment.checkpoint.init_from) is not None and experiment.checkpoint.verify:
             verify_checkpoint(Path(init_from), checksums=True, option="checkpoint.init_from")
@@ -191,7 +195,7 @@ class RunPreparation:
                 force=checkpoint.allow_mismatch,
                 evaluates=run.evaluate_only,
             )
-            resume = asked.resolve(Path(run.output_dir), run.name, identity)
+            resume = asked.resolve(Path(run.output_dir), run.name, identity, self.may_continue)
         if resume is not None:
             TrainState.read(resume)
         # The same run was checked at its first start.
@@ -218,7 +222,7 @@ class RunPreparation:
         if unfinished:
             return resume
         stopping = experiment.early_stopping
-        watched = watched_metric(run, checkpoint, stopping)
+        watched = watched_metric(run, checkpoint, stopping, hooks_evaluate=True)
         if watched is not None and stopping.metric is not None:
             checks.check_early_stop(watched.name, watched.mode, stopping.patience, resume)
         if profiler.enabled:
@@ -301,18 +305,22 @@ class RunPreparation:
 
 
 def without_training(config: Config, where: ConfigSources) -> Config:
-    """Return the config of an evaluation without the hooks and the watched metric of an experiment file.
+    """Return the config of an evaluation, without the hooks and watched metrics of an experiment file.
+
+    If the command line sets a hook, all hooks are kept, and ``check_evaluate_only`` refuses them later.
 
     Raises:
-        ConfigError: if the command line watches a metric. Its hooks are refused later.
+        ConfigError: if the command line sets a metric to watch, or an option that only steps read.
     """
     found = dict(config)
     if not where.typed("hook"):
         found["hook"] = {}
     for group, key in (("checkpoint", "keep_best"), ("early_stopping", "metric")):
-        if where.typed(f"{group}.{key}") and config[group][key] is not None:
-            raise ConfigError(f"{group}.{key}: run.evaluate_only takes no step; leave it out.")
         found[group] = {**config[group], key: None}
+    for name in ("checkpoint.keep_best", "early_stopping.metric", *OF_STEPS):
+        group, key = name.split(".")
+        if where.typed(name) and config[group][key] not in (None, False):
+            raise ConfigError(f"{name}: run.evaluate_only takes no step; leave it out.")
     return found
 
 
@@ -324,18 +332,14 @@ def check_launch(
     Raises:
         ConfigError: if the config or one of these options is wrong.
     """
-    experiment = build_experiment(config, where)
-    if experiment.run.evaluate_only:
-        config = without_training(config, where)
+    experiment, config = checked_experiment(config, where)
+    if (start := recorded_start(experiment, where, command)) is not None:
+        config = {**config, "checkpoint": {**config["checkpoint"], "init_from": start}}
         experiment = build_experiment(config, where)
-    check_unread_options(experiment, config, where)
     if experiment.preflight.mode != "check":
         experiment = replace(experiment, model=experiment.model.with_any_tokenizer())
     experiment, notes = with_assumed_gpu(experiment)
     run, ahead, checkpoint = experiment.run, experiment.preflight, experiment.checkpoint
-    for key, metric in watched_metrics(experiment).items():
-        check_watched_metric(metric, experiment.stage, key)
-    watched_metric(run, checkpoint, experiment.early_stopping)
     if checkpoint.init_from is not None:  # so that ranks read the checkpoint that is the newest now
         config = {**config, "checkpoint": {**config["checkpoint"], "init_from": checkpoint.init_from}}
     reference = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
@@ -354,9 +358,6 @@ def check_launch(
     if ahead.mode == "check":
         checks.check_ranks(world_size, device, local_ranks)
     checks.check_restarts(run.max_restarts, place.launched)
-    checks.check_shared_name(
-        checkpoint.resume, of_sweep=where.sweep_job is not None, named=where.given("run.name")
-    )
     launch = RunPreparation(
         config=config,
         where=where,
@@ -373,6 +374,85 @@ def check_launch(
     if ahead.mode in ("only", "rehearse") and not where.given("run.global_batch_size"):
         return with_assumed_batch(launch)
     return launch
+
+
+def recorded_start(experiment: Experiment, where: ConfigSources, command: Sequence[str]) -> str | None:
+    """Return the ``checkpoint.init_from`` with which the run that this command continues has begun.
+
+    The one that is given may be a folder of runs, of which another one is the newest now. None means that no
+    run is continued, that none is given, or that the recorded one does not exist any more.
+    """
+    run, checkpoint = experiment.run, experiment.checkpoint
+    if checkpoint.init_from is None:
+        return None
+    runs = Path(run.output_dir, run.name)
+    folder = begun_by_this_job(runs, command, os.environ)
+    if folder is None and checkpoint.resume == "auto":
+        point = newest_of_runs(runs, partial(is_own_run, job=where.sweep_job, command=command))
+        folder = None if point is None else point.parent.parent
+    if folder is None or not (folder / "config.yaml").exists():
+        return None
+    start: str | None = read_run_config(folder)["checkpoint"].get("init_from")
+    return start if start is not None and Path(start).is_dir() else None
+
+
+def is_own_run(folder: Path, job: SweepJob | None, command: Sequence[str]) -> bool:
+    """Return whether ``checkpoint.resume=auto`` may continue the run in ``folder``, which must not be a copy.
+
+    In a sweep, whose jobs may share ``run.name``, the run must have been given the values that the sweep
+    ``command`` gives to ``job``.
+    """
+    swept = set() if job is None else {word for word in job.overrides if word not in command}
+    recorded = (folder / "run.json").exists()  # perhaps only its checkpoints were copied
+    given = {*RunRecord.read(folder).overrides} if recorded and swept else set()
+    return is_run_folder(folder) and swept <= given
+
+
+def check_parts(experiment: Experiment) -> PreTrainedModel:
+    """Check each component and the fit of components, without regard to this machine's devices.
+
+    Returns:
+        The model, on the meta device.
+
+    Raises:
+        ConfigError: if a check fails.
+    """
+    model = experiment.model
+    checks.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
+    checks.check_neftune(model.neftune_alpha, experiment.data.share_prompt)
+    checks.check_mtp_stage(model.mtp.num_layers, experiment.stage.kind)
+    for logger in experiment.logger.values():
+        logger.check()
+    checks.check_scalar_head(model.scalar_head, experiment.hook)
+    for hook in experiment.hook.values():
+        hook.check()
+    meta_model = model.meta_model
+    checks.check_adapter(experiment.adapter, meta_model, model.moe.bias_update_rate, bool(model.add_tokens))
+    checks.check_head_dim(experiment.optimizer, meta_model, adapted=experiment.adapter is not None)
+    return meta_model
+
+
+def checked_experiment(config: Config, where: ConfigSources) -> tuple[Experiment, Config]:
+    """Build the experiment of ``config`` and check options that have an effect only with others.
+
+    Returns:
+        The experiment and its config. Those of an evaluation have no hooks and watch no metrics.
+
+    Raises:
+        ConfigError: if the config or one of these options is wrong.
+    """
+    experiment = build_experiment(config, where)
+    if experiment.run.evaluate_only:
+        config = without_training(config, where)
+        experiment = build_experiment(config, where)
+    check_unread_options(experiment, config, where)
+    for key, metric in watched_metrics(experiment).items():
+        check_watched_metric(metric, experiment.stage, key)
+    hooks_evaluate = checks.may_request_evaluations(experiment.hook)
+    watched_metric(
+        experiment.run, experiment.checkpoint, experiment.early_stopping, hooks_evaluate=hooks_evaluate
+    )
+    return experiment, config
 
 
 def inspect(launch: RunPreparation) -> tuple[RunPreparation, PreparedRun]:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from components.checkpoint import complete_checkpoints
-from components.checkpoint.folder import best_checkpoint, step_of
+from components.checkpoint.folder import best_checkpoint
 from components.contracts.errors import TrainingError
 from components.contracts.loss import Loss
+from components.preflight.checks import steps_done
 from runner.config.command_line import hydra_value, is_sweep, single_job_overrides
 from runner.config.instantiate import Experiment
 from runner.launch.checks import RunPreparation
@@ -48,10 +49,15 @@ def newest_checkpoint(folder: Path, record: RunRecord) -> Path | None:
 
 
 def check_saved(record: RunRecord, saved: Path | None) -> None:
-    """Raise TrainingError if the last checkpoint is missing (with ``checkpoint.on_error=continue``)."""
+    """Raise TrainingError if the last checkpoint is missing (with ``checkpoint.on_error=continue``).
+
+    A run that ended before its first step has none.
+    """
+    if saved is None and record.final_step == 0:
+        return
     if saved is None:
         raise TrainingError("no checkpoint could be written, as the log says (checkpoint.on_error=continue).")
-    if step_of(saved) != record.final_step:
+    if steps_done(saved) != record.final_step:
         raise TrainingError(
             f"the checkpoint of step {record.final_step} could not be written, as the log says "
             f"(checkpoint.on_error=continue); the newest is {saved}."
@@ -107,7 +113,8 @@ def print_stopped(launch: RunPreparation, stopped: Stopped, saved: Path | None) 
         print(f"{words}, without a checkpoint")
         return False
     if launch.experiment.checkpoint.model_only:
-        print(f"{words}; only weights, from which no run can resume: {saved}")
+        export = f"python -m runner.export checkpoint={hydra_value(str(saved))} output=DIR"
+        print(f"{words}; only weights, from which no run can resume: {saved}; to export them: {export}")
         return False
     print(f"{words}; resume with: {resume_command(launch.command, launch.where.overrides, str(saved))}")
     return True

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from components.contracts.configs import Prepared
 from components.contracts.json_types import Config
-from components.json_text import parse_json
 from components.preflight.checks import steps_done
 from components.preflight.forecast_report import survey
 from components.preflight.search.memory_advice import check_fits
@@ -24,8 +23,7 @@ from runner.launch.run_dir import (
     write_config,
 )
 from runner.launch.run_lock import locked
-from runner.launch.run_record import ReferenceCache, RunRecord, SweepPlace
-from runner.training.run_summary import Results
+from runner.launch.run_record import METRICS, ReferenceCache, RunRecord, SweepPlace, logged_results
 
 
 def prepare(launch: RunPreparation) -> Path:
@@ -96,27 +94,22 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
     clear_failure_reports(folder)
     recorded = (folder / "run.json").exists()  # perhaps only its checkpoints were copied
     record = RunRecord.read(folder) if recorded else RunRecord()
-    if not record.results.first:  # it was killed, and results are written at the end
+    if (folder / METRICS).exists():  # a killed run did not record its results, and later rows are removed
         record = replace(record, results=logged_results(folder))
     return folder, record
-
-
-def logged_results(folder: Path) -> Results:
-    """Return the results of the rows in metrics.jsonl, none if it does not exist."""
-    path, results = folder / "metrics.jsonl", Results()
-    for row in path.read_text().splitlines() if path.exists() else ():
-        results.add(parse_json(row))
-    return results
 
 
 def with_recorded_init_from(config: Config, folder: Path) -> Config:
     """Return ``config`` with the ``checkpoint.init_from`` that ``folder`` already records, if it does.
 
-    The run began with the recorded one. A resumed run may leave it out or name a newer checkpoint.
+    The run began with the recorded one. A resumed run may leave it out or name a newer checkpoint. A recorded
+    checkpoint that does not exist any more is not taken over: ranks could not read it.
     """
     if not (folder / "config.yaml").exists():
         return config
     recorded = read_run_config(folder)["checkpoint"].get("init_from")
+    if recorded is not None and not Path(recorded).is_dir():
+        return config
     return {**config, "checkpoint": {**config["checkpoint"], "init_from": recorded}}
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from components.checkpoint import newest_valid, run_order
-from components.contracts.errors import NonRetryableError, TrainingError
+from components.checkpoint import is_run_folder, newest_valid, run_order
+from components.contracts.errors import ConfigError, NonRetryableError, TrainingError
 from components.preflight.checks import steps_done
 from runner.launch.run_dir import reopen_run_folder
-from runner.launch.run_record import RunRecord
+from runner.launch.run_record import METRICS, RunRecord, logged_results
 from runner.launch.slurm_env import job_facts, max_requeues
 from runner.launch.spawn import run_workers
 from runner.logging_setup import log_to
@@ -52,7 +52,9 @@ def go_back(folder: Path, restarts: int) -> int:
     step = steps_done(point)
     reopen_run_folder(folder, step)
     resumed_from = None if point is None else str(point)
-    replace(record, resumed_from=resumed_from, restarts=restarts).write(folder)
+    # The ranks had the results of earlier steps only in memory. Without metrics.jsonl they are lost.
+    results = logged_results(folder) if (folder / METRICS).exists() else record.results
+    replace(record, resumed_from=resumed_from, restarts=restarts, results=results).write(folder)
     return step
 
 
@@ -65,9 +67,12 @@ def begun_by_this_job(runs: Path, command: Sequence[str], environ: Mapping[str, 
     job, requeues = job_facts(environ), max_requeues(environ)
     if job is None or not job.restarts or not requeues:
         return None
-    newest_first = sorted(runs.glob("*/run.json"), key=lambda path: run_order(path.parent), reverse=True)
-    for path in newest_first:
-        record = RunRecord.read(path.parent)
+    folders = [path.parent for path in runs.glob("*/run.json") if is_run_folder(path.parent)]
+    for folder in sorted(folders, key=run_order, reverse=True):
+        try:
+            record = RunRecord.read(folder)
+        except ConfigError:  # of another run, whose record is damaged or of a later version
+            continue
         if record.slurm is not None and record.slurm.job == job.job and record.command == list(command):
-            return path.parent
+            return folder
     return None

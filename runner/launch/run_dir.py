@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from components.atomic_write import write_atomic
-from components.checkpoint import run_order
+from components.checkpoint import is_run_folder, run_order
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
 from components.json_text import one_line, parse_json
@@ -18,8 +18,6 @@ from components.yaml_text import parse_yaml
 from runner.config.renamed_keys import upgraded
 from runner.distribution import distribution
 
-STAMP = "[0-9]*-[0-9]*-[0-9]*_[0-9]*-[0-9]*-[0-9]*"
-"""Glob pattern of the names of run folders. Copies that a user made next to them should not match it."""
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")
 
@@ -34,7 +32,7 @@ def create_run_folder(output_dir: str, name: str) -> Path:
         ConfigError: if the folder cannot be created.
     """
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    stamped = [run_order(path) for path in Path(output_dir, name).glob(STAMP) if path.is_dir()]
+    stamped = [run_order(path) for path in Path(output_dir, name).glob("*") if is_run_folder(path)]
     latest, number = max(stamped, default=("", 0))
     stamp, first = (latest, number + 1) if latest >= stamp else (stamp, 0)
     for suffix in count(first):
@@ -108,9 +106,10 @@ def versions() -> dict[str, str]:
 
 def write_code_diff(folder: Path) -> None:
     """Write the uncommitted changes of this code's checkout to ``code.diff``, if there are any."""
-    diff = git("diff", "HEAD") if git_commit() is not None else None
+    plain = ("--no-ext-diff", "--no-color", "--binary")  # whatever the user's configuration of git says
+    diff = git("diff", *plain, "HEAD") if git_commit() is not None else None
     if diff:
-        (folder / "code.diff").write_text(diff)
+        (folder / "code.diff").write_text(diff, encoding="utf-8")
 
 
 def git_commit() -> str | None:

@@ -16,6 +16,8 @@ from components.json_text import as_type, parse_json
 from runner.launch.slurm_env import JobFacts
 from runner.training.run_summary import Results
 
+METRICS = "metrics.jsonl"
+
 
 @dataclass(frozen=True)
 class Stopped:
@@ -84,7 +86,11 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the record of the run in ``folder``; raise ConfigError if it is damaged."""
+        """Read the record of the run in ``folder``.
+
+        Raises:
+            ConfigError: if the record is damaged, or was written by a later version.
+        """
         path = folder / "run.json"
         try:
             return cls.from_json(as_type(Json, parse_json(path.read_text())))
@@ -149,3 +155,11 @@ def recording_end(folder: Path) -> Iterator[None]:
         raise
     record = RunRecord.read(folder)
     replace(record, ended="interrupted" if record.stopped else "completed", error=None).write(folder)
+
+
+def logged_results(folder: Path) -> Results:
+    """Return the results of the rows in metrics.jsonl, none if it does not exist."""
+    path, results = folder / METRICS, Results()
+    for row in path.read_text().splitlines() if path.exists() else ():
+        results.add(parse_json(row))
+    return results

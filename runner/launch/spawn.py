@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from components.contracts.errors import DONE, NonRetryableError
-from components.rank_info import CORES, RankInfo
+from components.rank_info import CORES, RankInfo, num_cores
 from runner.launch.failures import clear_failure_reports, rank_log, read_failure_reports, root_cause
 from runner.launch.rendezvous import host_loopback_store
 from runner.launch.signals import REQUESTS, SignalHandler, announce, handling
@@ -33,7 +33,8 @@ def run_workers(folder: Path, world_size: int) -> None:
         TrainingError: if a rank failed, after all other ranks have been ended. The message has the traceback
             of the failed rank. It is a NonRetryableError if the rank would fail again, or after a stop
             signal.
-        KeyboardInterrupt: if a signal came before the ranks could handle it, or a second one came.
+        KeyboardInterrupt: if a signal came before the ranks could handle it, or if SIGINT or SIGTERM came
+            twice.
     """
     clear_failure_reports(folder)
     store = host_loopback_store()
@@ -54,12 +55,11 @@ def start_rank(
 ) -> subprocess.Popen[bytes]:
     """Start one rank in a new session. None for ``output`` means the output of this process."""
     place = RankInfo(rank, world_size, rank, world_size, master_port=port)
-    cores = os.environ.get(CORES)
-    threads = {"OMP_NUM_THREADS": str(max(int(cores or os.cpu_count() or 1) // world_size, 1))}
+    threads = {"OMP_NUM_THREADS": str(max(num_cores() // world_size, 1))}
     environ = (
         threads
         | dict(os.environ)
-        | (threads if cores else {})  # overrides the value of the sweep job, which counts all its cores
+        | (threads if CORES in os.environ else {})  # a sweep's job counts all its cores
         | place.variables()
         | {
             # Every rank is a client of the store at MASTER_PORT, as under torchrun.

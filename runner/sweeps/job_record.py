@@ -93,10 +93,10 @@ def varied_overrides(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
 
 
 def are_comparable(records: Sequence[JobRecord]) -> bool:
-    """Return whether the losses of the jobs are of the same stage with the same options.
+    """Return whether all jobs with a loss have the same stage, with the same options of ``stage``.
 
     ``stage.reference`` does not matter, because all sources of a reference give the same log-probabilities.
-    The file of an ``experiment`` may choose a stage.
+    The stage may also come from the file of an ``experiment``.
     """
     stages = set()
     for record in (record for record in records if record.loss is not None):

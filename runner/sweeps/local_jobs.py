@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from components.contracts.errors import DONE, INTERRUPTED
-from components.rank_info import CORES
+from components.rank_info import CORES, num_cores
 from runner.launch.failures import describe_exit, read_last_lines
 from runner.launch.signals import SignalHandler, handling
 from runner.sweeps.job_record import SweepJob, read_job_record
@@ -168,7 +168,7 @@ def gpu_share(place: int, places: int, gpus: Sequence[str]) -> dict[str, str]:
     """
     environ: dict[str, str] = {}
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = str(max((os.cpu_count() or 1) // places, 1))
+        cores = str(max(num_cores() // places, 1))
         environ |= {CORES: cores, "OMP_NUM_THREADS": cores}
     if gpus:
         first, last = place * len(gpus) // places, (place + 1) * len(gpus) // places

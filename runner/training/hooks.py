@@ -58,6 +58,7 @@ class Hooks:
         Raises:
             TrainingError: if a hook fails whose ``on_error`` is ``stop``.
         """
+        shares = bool(self.chosen)  # before a hook is removed, which may have made a request on this rank
         for name, hook in list(self.hooks):
             failure: Exception | None = None
             try:
@@ -67,7 +68,7 @@ class Hooks:
             except Exception as error:  # noqa: BLE001  a hook may raise anything
                 failure = error
             self._handle(name, hook, event, failure)
-        if self.chosen:
+        if shares:
             self._agree()
         self.stop |= "stop" in self.run.requests
 

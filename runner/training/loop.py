@@ -102,6 +102,8 @@ def take_steps(t: TrainContext) -> None:
         due = is_due(t, step, t.checkpoint.save_every, t.checkpoint.save_every_epochs)
         if t.hooks.take("save") or ends_here or due:
             save_checkpoint(t)
+    if t.hooks.stop:
+        t.reporter.log_step()
 
 
 def wants_trial_step(t: TrainContext) -> bool:
@@ -121,7 +123,7 @@ def take_trial_step(t: TrainContext) -> None:
     with (
         naming_step(f"trial step, with the batch of step {step + 1}"),
         t.engine.keeping_random_streams(),
-        t.engine.holding_optimizer_state(),
+        t.engine.allocated_optimizer_state(),
     ):
         batches = t.train_data.microbatches(step)
         first = max(min(index, len(batches) - 2), 0)

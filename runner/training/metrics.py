@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -54,6 +55,8 @@ class MetricsReporter:
     results: Results = field(default_factory=Results)
     stopped: Stopped | None = None
     window: Window = field(default_factory=Window)
+    unlogged: Callable[[], Row] | None = None
+    """A function that makes the row of the last step. None means that the row was written."""
     task: TaskID | None = None
     total_steps: int = 0
 
@@ -97,12 +100,17 @@ class MetricsReporter:
         if self.progress is not None and self.task is not None:
             description = "step" if epoch is None else f"epoch {epoch:.2f}  step"
             self.progress.update(self.task, completed=state.step, description=description)
-        at_end = bool(self.log_every) and state.step == self.total_steps
-        if at_end or every(self.log_every, state.step, self.total_steps):
-            row = train_row(state, stats, result, lr, epoch) | performance(window, self.peak_flops)
-            row |= self._memory()
-            self.window = Window()
-            self._write(row, train_line(row))
+        self.unlogged = partial(train_row, state, stats, result, lr, epoch)
+        if state.step == self.total_steps or every(self.log_every, state.step, self.total_steps):
+            self.log_step()
+
+    def log_step(self) -> None:
+        """Write the row of the last step if it has not been written; every rank calls this method."""
+        if self.unlogged is None or not self.log_every:
+            return
+        row = self.unlogged() | performance(self.window, self.peak_flops) | self._memory()
+        self.window, self.unlogged = Window(), None
+        self._write(row, train_line(row))
 
     def skipped(self, step: int, result: StepResult, max_loss: float, samples: Sequence[str]) -> None:
         """Log why the update of ``step`` was skipped and, unless gradients overflowed, the step's samples."""

@@ -111,6 +111,8 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
                         with naming_file(folder / "export"):
                             engine.export(folder / "export")
                 training.hooks.call("end", completed=report.stopped is None)
+                if main:  # hooks may have logged metrics
+                    replace(record, results=report.results).write(folder)
 
 
 def check_weights(engine: Engine, state: TrainState) -> None:
@@ -118,7 +120,7 @@ def check_weights(engine: Engine, state: TrainState) -> None:
 
     The metrics of such a run can look good, and its export would be mistaken for a trained model.
     """
-    if state.skipped == state.step:
+    if state.skipped == state.step > 0:
         raise NonRetryableError(
             f"all {state.step} steps were skipped, as the log says, and no weight was trained; lower "
             "optimizer.lr (with run.dtype=fp16 run.loss_scale.initial), or look at the samples that the log "
@@ -317,7 +319,8 @@ def build_hooks(
         return Hooks(observed, {}, {})
     own: dict[str, Hook] = {"skip_limit": SkipLimit(state=state, limit=run.max_consecutive_skips)}
     own["sync_reference"] = reference_hook(experiment)
-    watched = watched_metric(run, experiment.checkpoint, stopping)
+    # Whether there are evaluations was checked before the ranks started.
+    watched = watched_metric(run, experiment.checkpoint, stopping, hooks_evaluate=True)
     if watched is not None:
         own["best_metric"] = BestMetric(
             state=state,

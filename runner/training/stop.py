@@ -1,6 +1,7 @@
-"""Stops of a run before its last step: by a signal, ``run.max_time``, or a pruner.
+"""Interruption of a run before its last step: by a signal, ``run.max_time``, or the pruner of a sweep.
 
-This module does not import torch, because the command line imports it at startup.
+Hooks, such as early stopping, can also end a run; see ``components.contracts.hook``. This module does not
+import torch, because the command line imports it at startup.
 """
 
 import math

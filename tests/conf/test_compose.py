@@ -217,6 +217,11 @@ def test_a_variable_of_the_environment_may_be_a_number_or_a_name(
     monkeypatch.setenv("RATE", "1e-5")
     values += ("optimizer.lr='${oc.env:RATE}'",)
     assert call_here(f"run.output_dir={tmp_path}", "preflight.mode=only", *values) == 0
+    jobs: list[Any] = []
+    monkeypatch.setattr("runner.launch.run.run", lambda *given: jobs.append(given[0]["run"]["seed"]) or 1.0)
+    swept = ("-m", "optimizer=adamw,sgd")
+    assert call_here(*swept, f"run.output_dir={tmp_path}", *values) == 0
+    assert jobs == [7, 7]
 
 
 @pytest.mark.parametrize("name", HOLDS_OUT)

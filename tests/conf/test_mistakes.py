@@ -43,6 +43,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "experiment option": (["experiment=pretrain_wds"], ["experiment=pretrain_wds", "pretrain_wsd"]),
     "bytes that are no text": (["run.output_dir=a\udcff"], ["run.output_dir=a\\udcff", "not UTF-8"]),
     "run key": (["run.max_stepz=3"], ["run.max_stepz", "did you mean 'run.max_steps'"]),
+    "run key beside a swept group": (
+        ["-m", "optimizer=adamw,sgd", "run.max_stepz=3"],
+        ["run.max_stepz", "did you mean 'run.max_steps'"],
+    ),
     "option of another tool": (["lr=1e-4"], ["lr", "use optimizer.lr"]),
     "long option": (["--cutoff_len", "4096"], ["--cutoff_len", "KEY=VALUE", "use data.max_length"]),
     "key of an own class": (["optimizer=torch", "optimizer.betas=[0.9,0.9]"], ["use +optimizer.betas=VALUE"]),

@@ -110,7 +110,7 @@ def state_of_a_trial(on: Layout, optimizer: Optimizer) -> tuple[int, int, bool]:
     after = state_size(engine)
     engine.close()
     engine = make_engine(on=on, optimizer=optimizer)
-    with engine.holding_optimizer_state():
+    with engine.allocated_optimizer_state():
         within = state_size(engine)
         engine.begin_train_step(batches := share(engine, "packed", 2), loss)
         engine.train_microbatches(batches, loss, last=True)

@@ -20,7 +20,7 @@ LAYOUTS = {
     "ep2": fsdp2(2, ep=2),
     "tp2": fsdp2(1, tp=2),
     "cp2ep2": fsdp2(1, cp=2, ep=2),
-    "dp4ep2": fsdp2(4, ep=2),
+    "dp4ep2": fsdp2(4, ep=2, prefetch_groups=1),
     "ep4": fsdp2(4, ep=4),
     "tp2ep2": fsdp2(2, tp=2, ep=2),
     "hsdp ep2": fsdp2(4, dp_replicate=2, ep=2),

@@ -17,10 +17,10 @@ from tests.pairs import make_pairs
 from tests.ranks import Ranks
 
 LAYOUTS = {
-    "hsdp": fsdp2(4, dp_replicate=2),
+    "hsdp": fsdp2(4, dp_replicate=2, prefetch_groups=1),
     "copies": fsdp2(2, dp_replicate=2),
     "offload": fsdp2(2, cpu_offload=True),
-    "every": fsdp2(2, reduce_gradients="every"),
+    "every": fsdp2(2, reduce_gradients="every", blocks_per_group=2),
     "tp2": fsdp2(1, tp=2),
     "tp2dp2": fsdp2(2, tp=2),
     "cp2": fsdp2(1, cp=2),

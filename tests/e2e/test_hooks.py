@@ -211,6 +211,17 @@ def test_a_hook_from_outside(
     assert "hook.mine: run.evaluate_only trains nothing to observe; leave it out" in capsys.readouterr().err
 
 
+def test_a_hook_ends_the_run_before_or_between_logged_steps(tmp_path: Path) -> None:
+    last = "+hook.mine._target_=tests.e2e.own_hooks.StopAt"
+    early = run_here(tmp_path / "early", *RUN, last, "+hook.mine.step=0", "run.eval_at_end=false")
+    record = json.loads((early / "run.json").read_text())
+    assert (record["ended"], record["final_step"]) == ("completed", 0)
+    between = run_here(tmp_path / "between", *RUN, last, "+hook.mine.step=2", "run.log_every=100")
+    assert [row["step"] for row in rows(between, "train/loss")] == [2]
+    record = json.loads((between / "run.json").read_text())
+    assert record["results"]["last"]["mine/steps"] == 2, "a metric that is logged at the end"
+
+
 def test_a_hook_does_not_change_the_curve(tmp_path: Path) -> None:
     plain = curve(run_here(tmp_path / "plain", *RUN))
     observed = run_here(tmp_path / "observed", *RUN, "hook=[ema,gradient_stats]")

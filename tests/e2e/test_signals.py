@@ -69,6 +69,15 @@ def test_in_an_evaluation_which_is_left_to_the_run_that_goes_on(tmp_path: Path) 
     assert [row["step"] for row in rows(rest, "eval/loss")] == [2, 4, 6]
 
 
+def test_in_the_evaluation_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = (SIGNALLED, "+stage.training=false", "+stage.at=1", "run.eval_on_start=true")
+    run = run_here(tmp_path, *SIX, *told)  # which asserts exit code 0
+    assert stopped(run) == {"step": 0, "of": 6, "reason": "SIGTERM"}
+    assert saved(run) == []
+    assert json.loads((run / "run.json").read_text())["ended"] == "interrupted"
+    assert "stopped at step 0 (SIGTERM), without a checkpoint" in capsys.readouterr().out
+
+
 def test_in_a_save_which_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckpointManager, "save", sending(CheckpointManager.save, signal.SIGTERM))
     run = run_here(tmp_path, *SIX, "checkpoint.save_every=4")

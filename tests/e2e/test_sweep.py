@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
@@ -155,13 +156,15 @@ def test_a_pruner_that_lies_in_the_folder_of_a_sweep_is_not_called(tmp_path: Pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_jobs_that_share_a_name_do_not_go_on_in_each_others_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_jobs_that_share_a_name_do_not_go_on_in_each_others_folder(tmp_path: Path) -> None:
+    """The same sweep with more steps continues every job in its own folder."""
     sweep = ("-m", *SMALL, "checkpoint.resume=auto", f"run.output_dir={tmp_path}", "run.export=false")
-    assert call_here(*sweep, "run.seed=0,1") == 2
-    assert "the jobs of a sweep share run.name" in " ".join(capsys.readouterr().err.split())
-    assert call_here(*sweep, "run.seed=0,1", "run.name=seed_${run.seed}", "run.max_steps=1") == 0
+    for steps in (1, 2):
+        assert call_here(*sweep, "run.seed=0,1", f"run.max_steps={steps}", "run.name=both") == 0
+    runs = sorted((tmp_path / "both").iterdir())
+    seeds = [yaml.safe_load((run / "config.yaml").read_text())["run"]["seed"] for run in runs]
+    assert seeds == [0, 1]
+    assert [[row["step"] for row in rows(run, "train/loss")] for run in runs] == [[1, 2], [1, 2]]
 
 
 def test_a_job_whose_time_is_up_is_no_finished_one(tmp_path: Path) -> None:

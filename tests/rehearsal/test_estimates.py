@@ -125,6 +125,23 @@ LARGE = {
         "parallelism.dp=8",
         "parallelism.recompute_num_layers=5",
     ],
+    "8b in groups": [
+        *EIGHT_LAYERS,
+        "parallelism=fsdp2",
+        "parallelism.dp=8",
+        "parallelism.blocks_per_group=3",
+        "parallelism.prefetch_groups=2",
+        KEPT,
+    ],
+    "8b lora in groups": [
+        *EIGHT_LAYERS,
+        "parallelism=fsdp2",
+        "parallelism.dp=8",
+        "parallelism.blocks_per_group=2",
+        "parallelism.prefetch_groups=2",
+        "adapter=lora",
+        "stage=dpo",
+    ],
     "8b megatron in part": [
         *EIGHT_LAYERS,
         "parallelism=pp2",

@@ -46,6 +46,7 @@ FSDP2 = {
     "selective recomputation": ["parallelism=fsdp2", "parallelism.activation_checkpointing=selective"],
     "activation offloading": ["parallelism=fsdp2", "parallelism.activation_offloading=true", "stage=dpo"],
     "no resharding": ["parallelism=fsdp2", "parallelism.reshard_after_forward=false"],
+    "groups": ["parallelism=fsdp2", "parallelism.blocks_per_group=2", "parallelism.prefetch_groups=1"],
     "sgd": ["parallelism=fsdp2", "optimizer=sgd", "run.log_num_zeros=true"],
     "lora": ["parallelism=fsdp2", "adapter=lora", "stage=dpo"],
     "pissa": ["parallelism=fsdp2", "adapter=lora", "adapter.init_lora_weights=pissa"],

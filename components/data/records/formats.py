@@ -138,7 +138,10 @@ def _read_segments(record: Mapping[str, object], origin: str) -> SegmentsSample:
 def _read_prompt_completion(
     record: Mapping[str, object], options: RecordOptions, origin: str
 ) -> CompletionSample | ChatSample:
-    """Read a prompt and its completion; turns of the prompt are not trained on."""
+    """Read a prompt and its completion.
+
+    Turns of the prompt are not trained on, unless ``data.train_on_prompt`` is set.
+    """
     prompt, completion = read_completion(record, options, origin)
     if isinstance(prompt, str):
         assert isinstance(completion, str)

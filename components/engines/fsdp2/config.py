@@ -31,7 +31,7 @@ class FSDP2(FSDP2Layout):
 
     def __post_init__(self) -> None:
         sizes = ("dp", "default_dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-        check_at_least_one("parallelism", self, *sizes)
+        check_at_least_one("parallelism", self, *sizes, "blocks_per_group", "prefetch_groups")
         if self.dp_shard is not None:
             dp = self.dp_shard * self.dp_replicate
             if self.dp not in (None, dp):

@@ -23,7 +23,8 @@ def check(model: PreTrainedModel, cp: int, tp: int) -> None:
     """Check that the heads and the rotary embedding of ``model`` allow ``cp`` ranks.
 
     Raises:
-        ConfigError: if ``cp`` does not divide the heads, or the rotary embedding needs whole rows.
+        ConfigError: if ``cp`` does not divide the heads of a tensor-parallel rank, or the frequencies of the
+            rotary embedding depend on the longest sequence of the batch.
     """
     if cp == 1:
         return

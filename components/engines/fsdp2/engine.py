@@ -172,8 +172,8 @@ class FSDP2Engine(TrainStepEngine):
 
     def cancel_backward(self) -> None:
         discard_iteration(self.scorer)
-        if self.scorer.one_rank_reduction is not None:
-            self.scorer.one_rank_reduction.reset()
+        if self.scorer.in_place_reduction is not None:
+            self.scorer.in_place_reduction.reset()
         if self.scorer.offloading is not None:
             self.scorer.offloading.finish()
 
@@ -185,8 +185,8 @@ class FSDP2Engine(TrainStepEngine):
         finally:
             state_dict.restore_rng(streams)
 
-    def holding_optimizer_state(self) -> AbstractContextManager[None]:
-        return self.optimizer.holding_state()
+    def allocated_optimizer_state(self) -> AbstractContextManager[None]:
+        return self.optimizer.allocated_state()
 
     # ---- without gradient
 
@@ -316,8 +316,8 @@ class FSDP2Engine(TrainStepEngine):
         ``last`` means that it is the last one of a call of ``train_microbatches``.
         """
         reduces = last or self.layout.reduce_gradients == "every"
-        if self.scorer.one_rank_reduction is not None:
-            self.scorer.one_rank_reduction.shares = not self._gradients()
+        if self.scorer.in_place_reduction is not None:
+            self.scorer.in_place_reduction.output_is_input = not self._gradients()
         for module in fsdp_modules(self.scorer):
             module.set_requires_gradient_sync(reduces, recurse=False)
             module.set_is_last_backward(reduces)

@@ -13,17 +13,18 @@ def fsdp_modules(scorer: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in scorer.modules() if isinstance(module, FSDPModule))
 
 
-class OneRankReduction:
-    """The memory of reductions over one rank, for ``set_custom_reduce_scatter``.
+class InPlaceReduceScatter:
+    """The memory of reduce-scatters over one rank, for ``set_custom_reduce_scatter``.
 
-    For every reduction FSDP allocates its input and then its output, and on one rank it only copies the first
+    For every reduction FSDP allocates an input and then an output, and on one rank it only copies the first
     to the second. Here the output is the input, so that nothing is copied.
     """
 
     def __init__(self) -> None:
-        self.shares = True
-        """Whether outputs are inputs. False if FSDP adds outputs to earlier gradients: it then frees an
-        output when the stream that adds it may still be reading it."""
+        self.output_is_input = True
+        """Must be False while FSDP adds outputs to earlier gradients. FSDP frees an input after its
+        reduction, without waiting for the stream that adds the output to these gradients, so that only an
+        output with memory of its own is safe."""
         self.input: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -32,7 +33,7 @@ class OneRankReduction:
             assert output.shape == torch.Size(size), "the output of a reduction over one rank is its input"
             return output
         allocated = torch.empty(size, dtype=dtype, device=device)
-        self.input = allocated if self.shares else None
+        self.input = allocated if self.output_is_input else None
         return allocated
 
     def reset(self) -> None:

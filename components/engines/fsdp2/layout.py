@@ -1,7 +1,10 @@
 """The sizes of ``parallelism=fsdp2``: how ranks share the model and the data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,13 @@ class FSDP2Layout:
     """Value of ``dp`` without a launcher and GPUs, rounded up to a multiple of ``dp_replicate``."""
     reshard_after_forward: bool = True
     """Whether the gathered weights of a block are freed between its forward and its backward pass."""
+    blocks_per_group: int = 1
+    """Number of consecutive blocks whose weights are gathered, and whose gradients are reduced, together.
+    Larger groups send fewer and larger messages, and need more memory."""
+    prefetch_groups: int | None = None
+    """Number of groups of blocks whose gathers are begun before the current group computes. None means FSDP's
+    own order: the host begins the gather of a group in the forward pass when it reaches the group, and in the
+    backward pass one group ahead."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """The part of the model that is recomputed in the backward pass: nothing, every block (``full``), or only
     attention (``selective``)."""
@@ -58,6 +68,11 @@ class FSDP2Layout:
     def dp_size(self, world_size: int) -> int:
         """Return the number of data-parallel ranks, over which a global batch is split."""
         return world_size // (self.cp * self.tp)
+
+    def groups(self, blocks: Sequence[T]) -> list[Sequence[T]]:
+        """Return the blocks of a model in groups that are gathered together; the last one may be smaller."""
+        size = self.blocks_per_group
+        return [blocks[first : first + size] for first in range(0, len(blocks), size)]
 
     def gathers_frozen(self, shards: int) -> bool:
         """Return whether FSDP also gathers frozen weights, which are sharded over ``shards`` ranks.

@@ -22,7 +22,7 @@ from components.contracts.loss import TokenStats
 from components.engines.fsdp2 import float8
 from components.engines.fsdp2.compile import apply_liger, choose_kernels
 from components.engines.fsdp2.context_parallel import ContextParallel, ModelInput
-from components.engines.fsdp2.fsdp_private import OneRankReduction, fsdp_modules
+from components.engines.fsdp2.fsdp_private import InPlaceReduceScatter, fsdp_modules
 from components.engines.fsdp2.grouped_experts import (
     ExpertAdapter,
     GroupedExperts,
@@ -75,7 +75,7 @@ class LogProbModel(nn.Module):
         """This rank's rows of the head. None means that there is no tensor parallelism."""
         self.kernels: Literal["torch", "liger"] = "torch"
         self.offloading: ActivationOffloading | None = None
-        self.one_rank_reduction: OneRankReduction | None = None
+        self.in_place_reduction: InPlaceReduceScatter | None = None
         """The memory of reductions of gradients. None means FSDP's own."""
         self.float8: Json = {}
         """Description by ``float8.convert``. Empty means that no product is in float8."""
@@ -265,19 +265,36 @@ def apply_fsdp(
         there["shard_placement_fn"] = partial(shard_dim, shards=shards, whole=whole)
         for experts in grouped:
             fully_shard(experts, reshard_after_forward=layout.reshard_after_forward, **there)
-    for block in decoder_blocks(scorer.lm):
-        fully_shard(block, reshard_after_forward=layout.reshard_after_forward, **options)
+    groups = layout.groups(decoder_blocks(scorer.lm))
+    for blocks in groups:
+        fully_shard(list(blocks), reshard_after_forward=layout.reshard_after_forward, **options)
     fully_shard(scorer, **options)
+    if layout.prefetch_groups is not None:
+        set_prefetching(groups, layout.prefetch_groups)
     # With offloading, gradients are copied to host memory by a stream that FSDP does not wait for.
     if data_mesh(mesh).size() == 1 and not layout.cpu_offload:
-        scorer.one_rank_reduction = OneRankReduction()
+        scorer.in_place_reduction = InPlaceReduceScatter()
     for module in fsdp_modules(scorer):
-        if scorer.one_rank_reduction is not None:
-            module.set_custom_reduce_scatter(scorer.one_rank_reduction)  # type: ignore[arg-type]
+        if scorer.in_place_reduction is not None:
+            module.set_custom_reduce_scatter(scorer.in_place_reduction)  # type: ignore[arg-type]
         elif data_mesh(mesh).size() > 1:  # a single rank would copy its gradients to divide them by 1
             # The engine divides once, at the end of the step. With gloo, a factor of 1 is not a plain sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def set_prefetching(groups: Sequence[Sequence[nn.Module]], ahead: int) -> None:
+    """Let every group of blocks begin the gathers of the ``ahead`` groups that compute after it.
+
+    The gathers of experts that are split over ep ranks, which FSDP shards apart from their block, follow
+    those of the block.
+    """
+    sharded = [[module for block in blocks for module in fsdp_modules(block)] for blocks in groups]
+    for number, (first, *_) in enumerate(sharded):
+        later = sharded[number + 1 : number + 1 + ahead]
+        earlier = reversed(sharded[max(number - ahead, 0) : number])
+        first.set_modules_to_forward_prefetch(list(chain.from_iterable(later)))
+        first.set_modules_to_backward_prefetch(list(chain.from_iterable(earlier)))
 
 
 def shard_dim(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Parameter, int]) -> Shard | None:

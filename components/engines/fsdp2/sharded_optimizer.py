@@ -75,11 +75,11 @@ class ShardedOptimizer:
         It consists of this rank's shards of the moments, which share the optimizer's memory, and of copies of
         the scalars, such as the number of updates, each of shape ``(1,)``.
         """
-        with self.holding_state():
+        with self.allocated_state():
             return self._moments() | self._numbers()
 
     @contextmanager
-    def holding_state(self) -> Iterator[None]:
+    def allocated_state(self) -> Iterator[None]:
         """Have the state of all weights within the context; drop on exit what only an update can create."""
         created = self._create()
         try:

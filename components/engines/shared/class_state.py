@@ -86,5 +86,5 @@ def set_number(state: dict[str, Any], name: str, value: Tensor) -> None:
 
 
 def number(value: Any) -> Tensor:
-    """Return a number of an optimizer as float64 ``[1]``, which represents any Python float exactly."""
+    """Return a scalar of an optimizer as float64 ``[1]``, which represents any Python float exactly."""
     return torch.tensor([float(value)], dtype=torch.float64)

@@ -93,8 +93,9 @@ class MoELosses:
     ) -> tuple[Tensor, Tensor]:
         """Attach the terms of one layer to ``weights`` (any shape) of the chosen experts.
 
-        The gradients of the terms enter the backward pass through the returned weights. Collective over
-        ``sharing``, or with global_batch over ``data``.
+        The gradients of the terms enter the backward pass through the returned weights. If there is a load
+        balancing loss and ``recomputed`` is None, the call is collective over ``sharing``, or over ``data``
+        with ``aux_loss=global_batch``.
 
         Args:
             layer: index among the MoE layers of the whole model.

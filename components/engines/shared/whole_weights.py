@@ -98,11 +98,11 @@ class WholeWeightOptimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state that this rank writes, by checkpoint key."""
-        with self.holding_state():
+        with self.allocated_state():
             return self._state(weight for weight in self.owned if weight.writes)
 
     @contextmanager
-    def holding_state(self) -> Iterator[None]:
+    def allocated_state(self) -> Iterator[None]:
         """Have the state of all owned weights within the context; drop on exit what was created for it."""
         created = self._create()
         try:

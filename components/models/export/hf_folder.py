@@ -110,14 +110,20 @@ def sharded(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
 
 
 def name_shards(path: Path, shards: list[tuple[Path, Sizes]]) -> None:
-    """Rename the files to the names that transformers expects, and write the index if there are several."""
+    """Rename the files to the names that transformers expects, and write the index if there are several.
+
+    Weights of an earlier export are removed, which readers could prefer to those of this one.
+    """
+    stem, suffix = SAFE_WEIGHTS_NAME.split(".")
+    earlier = {*path.glob(f"{stem}*.{suffix}"), path / SAFE_WEIGHTS_INDEX_NAME, *path.glob(".shard-*")}
+    for old in earlier - {file for file, _ in shards}:
+        old.unlink(missing_ok=True)
     for file, _ in shards:  # safetensors lets only the owner read its files
         shutil.copymode(path / CONFIG_NAME, file)
     if len(shards) == 1:
         shards[0][0].replace(path / SAFE_WEIGHTS_NAME)
         return
     weight_map: dict[str, str] = {}
-    stem, suffix = SAFE_WEIGHTS_NAME.split(".")
     for number, (file, sizes) in enumerate(shards, start=1):
         name = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
         assert not weight_map.keys() & sizes.keys(), "a tensor was written twice"

@@ -135,7 +135,7 @@ def memory(
         labels=min(step.microbatch.labels, tokens),
         rounded_width=max((max(linear.weight.shape) for linear in linears.values()), default=0),
         rounded_weight=max((linear.weight.numel() for linear in linears.values()), default=0),
-        untrained=step.microbatch.untrained,
+        no_grad_ratio=step.microbatch.no_grad_ratio,
     )
     resting = held.between_steps(state_bytes(optimizer))
     if step.weight_copies:
@@ -199,8 +199,8 @@ class StepMemory:
     """Largest number of channels that are rounded to float8 at once. 0 means that none are."""
     rounded_weight: int = 0
     """Number of elements of the largest weight that is rounded to float8."""
-    untrained: float = 0.0
-    """See ``MicrobatchShape.untrained``."""
+    no_grad_ratio: float = 0.0
+    """See ``MicrobatchShape.no_grad_ratio``."""
 
     def between_steps(self, moments: float) -> Bytes:
         """Return the bytes between two steps: shards, in fp32 if they are trained.
@@ -222,26 +222,26 @@ class StepMemory:
         yield self.during_root_reduction()
 
     def during_first_gather(self) -> Bytes:
-        """Return the bytes when the weights of the first block have just been gathered.
+        """Return the bytes when the weights of the first group of blocks have just been gathered.
 
         FSDP2 copies the weights from the buffer of the all-gather. Two such buffers exist: that of the
-        block, and that of the embedding, the last norm and the head, which is freed when the block begins.
+        group, and that of the embedding, the last norm and the head, which is freed when the group begins.
         """
-        root, first = self.weights.root, self.weights.blocks[0]
+        root, first = self.weights.root, self.group(0)
         return {
-            "gathered": self.gathered([first]) + self.sent(root) + self.sent(first),
+            "gathered": self.gathered(first) + self.sent(root) + self.sent(*first),
             "activations": self.tokens * self.hidden * self.size,
         }
 
     def during_head(self) -> Bytes:
-        """Return the bytes after the last block, whose all-gather buffer still exists."""
+        """Return the bytes after the last block; the all-gather buffer of its group still exists."""
         kept = () if self.layout.reshard_after_forward else self.weights.blocks
         gradients = self.accumulated_grads(self.weights.parts) + self.weights.head * FP32
         gradients += self.sharded_grads(len(self.blocks))
         trained, result = self.weights.head > 0, self.tokens * self.hidden * self.size
         head = head_activations(self.labels, self.hidden, self.vocabulary, self.run, trained=trained)
         own = {
-            "gathered": self.gathered(kept) + self.sent(self.weights.blocks[-1]),
+            "gathered": self.gathered(kept) + self.sent(*self.group(len(self.blocks) - 1)),
             "activations": self.saved(len(self.blocks), resident=1) + self.final_norm + result,
             "gradients": gradients,
         }
@@ -257,16 +257,18 @@ class StepMemory:
         return kept_by_head(self.labels, self.hidden * self.size, self.weights.head)
 
     def during_block(self, number: int) -> Bytes:
-        """Return the bytes in the backward pass of a block, while weights of the previous one are prefetched.
+        """Return the bytes in the backward pass of a block, while weights of previous groups are prefetched.
 
-        Gloo copies these weights. The gradients of all later blocks have been reduced, except those of the
-        next block, which are being sent.
+        Gloo copies these weights. The gradients of all later groups have been reduced, except those of the
+        next group, which are being sent. The gradients of the block's own group are reduced together.
         """
         blocks, own = self.weights.blocks, self.weights.blocks[number]
-        last = number == len(blocks) - 1
+        size = self.layout.blocks_per_group
+        begin, end = number // size * size, min(number // size * size + size, len(blocks))
         reshards = self.layout.reshard_after_forward
-        kept = blocks[number if reshards else 0 : number + 1]
-        coming = self.sent(blocks[number - 1]) * (2 if self.run.device == "cpu" else 1) if number else 0
+        kept = blocks[begin if reshards else 0 : end]
+        ahead = size * (self.layout.prefetch_groups or 1)
+        coming = self.sent(*blocks[max(begin - ahead, 0) : begin]) * (2 if self.run.device == "cpu" else 1)
         # Before an MTP layer's own head, the heads of the last block and of earlier MTP layers were computed.
         pending = max(number + 1 - (len(blocks) - self.num_mtp_layers), 0)
         passing = {
@@ -274,10 +276,10 @@ class StepMemory:
             "activations": self.saved(number + 1, resident=2) + self.blocks[number].backward(self.tokens),
             "dequantized": own.dequantized_bytes(self.size),
             "rounded": self.rounded(self.tokens),
-            "gradients": self.sharded_grads(number + 1)
-            + self.accumulated_grads((self.weights.root, *blocks[: number + 1]))
-            + (self.weights.head + own.trained) * self.size,
-            "buffers": 0 if last else self.reduced(blocks[number + 1]),
+            "gradients": self.sharded_grads(end)
+            + self.accumulated_grads((self.weights.root, *blocks[:end]))
+            + (self.weights.head + sum(block.trained for block in blocks[number:end])) * self.size,
+            "buffers": 0 if end == len(blocks) else self.reduced(*self.group(end)),
         }
         return add_by_name(passing, *[self.kept_by_head] * pending)
 
@@ -287,7 +289,7 @@ class StepMemory:
         return {
             "gathered": self.gathered(()),
             "gradients": self.sharded_grads(0) + self.accumulated_grads([self.weights.root]) + new,
-            "buffers": self.reduced(self.weights.blocks[0]),
+            "buffers": self.reduced(*self.group(0)),
         }
 
     def before_root_reduction(self) -> Bytes:
@@ -314,11 +316,14 @@ class StepMemory:
 
         ``gathers`` is whether FSDP gathers these weights.
         """
-        tokens, labels = (int(number * (1 + self.untrained)) for number in (self.tokens, self.labels))
+        tokens, labels = (int(number * (1 + self.no_grad_ratio)) for number in (self.tokens, self.labels))
         joined = largest_number([tokens] * self.num_microbatches, MAX_TOKENS[self.run.device])
         chunks = head_activations(joined * labels, self.hidden, self.vocabulary, self.run, trained=False)
-        block = max(weights.blocks, key=lambda part: part.gathered(self.size))
-        gathered = weights.root.gathered(self.size) + block.gathered(self.size) + self.sent(block)
+        groups, ahead = self.layout.groups(weights.blocks), self.layout.prefetch_groups or 0
+        sent = [self.sent(*group) for group in groups]
+        largest = max(groups, key=lambda group: sum(block.gathered(self.size) for block in group))
+        gathered = sum(part.gathered(self.size) for part in (weights.root, *largest))
+        gathered += max(sum(sent[number : number + 1 + ahead]) for number in range(len(sent)))
         forward = max(block.forward(joined * tokens) for block in set(self.blocks))
         return {
             "gathered": gathered if gathers else 0,
@@ -340,9 +345,13 @@ class StepMemory:
         """Return the bytes of the gathered weights of ``blocks`` and of all modules outside of blocks."""
         return sum(part.gathered(self.size) for part in (self.weights.root, *blocks))
 
-    def sent(self, part: BlockParameters) -> int:
-        """Return the bytes of the buffer from which an all-gather copies the weights of ``part``."""
-        return part.gathered(self.size) if self.shards > 1 else 0
+    def group(self, number: int) -> Sequence[BlockParameters]:
+        """Return the blocks that are gathered together with block ``number``."""
+        return self.layout.groups(self.weights.blocks)[number // self.layout.blocks_per_group]
+
+    def sent(self, *parts: BlockParameters) -> int:
+        """Return the bytes of the buffers from which all-gathers copy the weights of ``parts``."""
+        return sum(part.gathered(self.size) for part in parts) if self.shards > 1 else 0
 
     def saved(self, num_blocks: int, resident: int) -> int:
         """Return the bytes of activations of the first ``num_blocks`` blocks on the device.
@@ -363,13 +372,14 @@ class StepMemory:
         """Bytes that the last norm saves."""
         return self.tokens * self.hidden * self.blocks[-1].norm
 
-    def reduced(self, part: BlockParameters) -> int:
-        """Return the bytes of the gradients of ``part`` that exist during their reduction only.
+    def reduced(self, *parts: BlockParameters) -> int:
+        """Return the bytes of the gradients of ``parts`` that exist during their reduction only.
 
         On one rank, they are the gradients after it, unless these are in host memory or are added to others.
         """
         one_rank = self.shards * self.layout.dp_replicate == 1
-        return 0 if one_rank and not (self.offloads or self.adds_reduced) else part.trained * FP32
+        trained = sum(part.trained for part in parts)
+        return 0 if one_rank and not (self.offloads or self.adds_reduced) else trained * FP32
 
     def accumulated_grads(self, parts: Iterable[BlockParameters]) -> int:
         """Return the bytes of unsharded fp32 gradients of ``parts`` accumulated by earlier micro-batches."""

@@ -156,11 +156,12 @@ class StageMemory:
         }
 
     def while_built(self) -> Iterator[Bytes]:
-        """Yield all bytes when the buffers of the last chunk are allocated.
+        """Yield the memory during construction, in bytes by use, after each buffer of the last model chunk.
 
-        The buffers of dense parameters come first, then those of experts. The distributed optimizer moves
-        parameters into a buffer. Their old memory is freed only after that buffer and the buffer of their
-        gradients have been allocated. There is no optimizer state yet.
+        The buffer of the dense parameters is allocated first, then that of the experts. The distributed
+        optimizer moves parameters into a buffer. Their old memory is freed only after that buffer and the
+        buffer of their gradients have been allocated. There is no optimizer state yet. Without the
+        distributed optimizer, nothing is yielded.
         """
         if not self.layout.distributed_optimizer:
             return
@@ -307,7 +308,7 @@ class StageMemory:
     def during_reference(self) -> Bytes:
         """Return the bytes of a pass without gradient for one micro-batch."""
         logits = self.head_activations(trained=False)["logits"] if self.holds("L") else 0
-        tokens = int(self.tokens * (1 + self.workload.untrained))
+        tokens = int(self.tokens * (1 + self.workload.no_grad_ratio))
         return {
             "activations": max(block.forward(tokens) for block in set(self.blocks)),
             "logits": logits,

@@ -23,8 +23,9 @@ class MicrobatchShape:
     """Largest number of labelled positions in a micro-batch."""
     num_microbatches: int
     """Number of micro-batches per step on one data-parallel rank."""
-    untrained: float = 0.0
-    """Tokens that only passes without gradient have, per trained token: those of mismatched answers."""
+    no_grad_ratio: float = 0.0
+    """Number of tokens that only passes without gradient process, such as those of KTO's mismatched answers,
+    divided by the number of trained tokens."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> M
         length=-(-length // lines) if packed else length,
         labels=labels,
         num_microbatches=data.global_batch_size // (dp_size * micro_batch_size),
-        untrained=longest * micro_batch_size * each / (length * lines) - 1,
+        no_grad_ratio=longest * micro_batch_size * each / (length * lines) - 1,
     )
 
 

@@ -113,6 +113,8 @@ def memory_savers(layout: FSDP2Layout, world_size: int) -> list[Json]:
         found.append({"recompute_num_layers": None})
     if not layout.reshard_after_forward:
         found.append({"reshard_after_forward": True})
+    if layout.prefetch_groups is not None or layout.blocks_per_group > 1:
+        found.append({"prefetch_groups": None, "blocks_per_group": 1})
     if layout.reduce_gradients == "last":
         found.append({"reduce_gradients": "every"})
     if layout.dp_replicate > 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from components.contracts.device import DeviceKind
-from components.contracts.errors import DONE, FAILED, MISTAKE
+from components.contracts.errors import DONE, FAILED, MISTAKE, ConfigError
 from components.contracts.json_types import Config
 from components.rank_info import RankInfo
 from runner.cli import exit_code, explained
@@ -16,6 +16,7 @@ from runner.launch import slurm_env
 from runner.launch.cuda_env import set_cuda_defaults
 from runner.launch.rank_main import exit_process
 from runner.search_path import program_first
+from runner.standard_streams import survive_closed_streams
 from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob, read_job_record
 from runner.sweeps.sweep import run_point
 
@@ -49,31 +50,36 @@ class SlurmJob:
             ConfigError: if a check fails that would also fail on the machine of the job.
         """
         from components.preflight import checks
-        from runner.config.instantiate import build_experiment
+        from runner.launch.checks import check_parts, checked_experiment
         from runner.training.rank import engine_options
 
-        experiment = build_experiment(self.config, self.where)
+        experiment, _ = checked_experiment(self.config, self.where)
         run, layout = experiment.run, experiment.parallelism
         world_size = layout.world_size({} if tasks is None else {"WORLD_SIZE": str(tasks)}, gpus)
         ahead = experiment.preflight
         checks.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=tasks is not None)
         checks.check_restarts(run.max_restarts, tasks is not None)
+        model = check_parts(experiment)
+        if ahead.mode != "check":
+            return
         checks.check_batch(run.global_batch_size, run.rows_per_microbatch, layout.dp_size(world_size))
-        checks.check_shared_prompt(experiment.data.share_prompt, layout)
-        for logger in experiment.logger.values():
-            logger.check()
-        for hook in experiment.hook.values():
-            hook.check()
-        model = experiment.model.meta_model
-        if experiment.adapter is not None:
-            experiment.adapter.check(model)
-        device: DeviceKind = ("cuda" if gpus else "cpu") if run.device == "auto" else run.device
-        options = engine_options(experiment, device, adapter=experiment.adapter)
-        layout.check(model, experiment.optimizer, options, world_size=world_size)
+        # Without gpus_per_node, other options of SLURM may ask for GPUs, so that the device is not known.
+        either: tuple[DeviceKind, ...] = ("cuda",) if gpus else ("cpu", "cuda")
+        mistakes = []
+        for device in either if run.device == "auto" else (run.device,):
+            options = engine_options(experiment, device, adapter=experiment.adapter)
+            try:
+                layout.check(model, experiment.optimizer, options, world_size=world_size)
+            except ConfigError as mistake:
+                mistakes.append(mistake)
+            else:
+                return
+        raise mistakes[0]
 
     def __call__(self) -> NoReturn:
         """Run one rank and exit without a teardown, which could wait for peers: see ``rank_main.main``."""
         program_first()
+        survive_closed_streams()
         os.environ |= dict(self.environ)
         set_cuda_defaults()
         os.environ |= slurm_env.ranks(os.environ)

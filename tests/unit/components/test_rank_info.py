@@ -1,9 +1,11 @@
 """Variables of a launcher that cannot be are refused by name."""
 
+import os
+
 import pytest
 
 from components.contracts.errors import ConfigError
-from components.rank_info import RankInfo
+from components.rank_info import CORES, RankInfo, check_place, num_cores
 
 
 @pytest.mark.parametrize(
@@ -64,3 +66,19 @@ def test_a_wrong_variable_of_srun_is_named(name: str, value: str | None) -> None
         del environ[name]
     with pytest.raises(ConfigError, match=rf"^{name}: "):
         RankInfo.from_slurm(environ)
+
+
+def test_several_machines_need_the_number_of_ranks_on_each() -> None:
+    known = {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0"}
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE: is not set"):
+        check_place(known)
+    check_place(known | {"LOCAL_WORLD_SIZE": "8"})
+    check_place(known | {"LOCAL_RANK": "8"})
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 6})
+    monkeypatch.delenv(CORES, raising=False)
+    assert num_cores() == 3
+    monkeypatch.setenv(CORES, "2")
+    assert num_cores() == 2

@@ -215,8 +215,8 @@ class MegatronEngine(TrainStepEngine):
         finally:
             state_dict.restore_rng(streams, self.device, rank)
 
-    def holding_optimizer_state(self) -> AbstractContextManager[None]:
-        return self.update.holding_state()
+    def allocated_optimizer_state(self) -> AbstractContextManager[None]:
+        return self.update.allocated_state()
 
     # ---- without gradient
 

@@ -262,7 +262,7 @@ class MegatronOptimizers:
         return max(m.replicas.size() if m.distributed else 1 for m in self.members.values())
 
     @contextmanager
-    def holding_state(self) -> Iterator[None]:
+    def allocated_state(self) -> Iterator[None]:
         """Create missing moments, which are zero before the first update; they remain after the context."""
         self.make_moments()
         yield

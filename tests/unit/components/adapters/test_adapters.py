@@ -1,6 +1,7 @@
 """Adapters have the parameters of peft's, are read from folders, and refuse invalid settings."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from components.adapters import LoRA, export_adapter, lora
 from components.adapters.peft_export import peft_config
 from components.contracts.errors import ConfigError
-from components.models import ModelSpec
+from components.models import ModelSpec, nf4
 from tests.distributed.cases import spec
 
 SETTINGS: dict[str, Any] = {
@@ -183,6 +184,15 @@ def test_settings_that_contradict_the_folder_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         continued(folder, **changes)
+
+
+def test_an_adapter_of_a_quantised_model_is_not_trained_on_another(folder: Path, tmp_path: Path) -> None:
+    quantised = shutil.copytree(folder, tmp_path / "quantised")
+    (quantised / nf4.CONFIG).write_text("{}")
+    with pytest.raises(ConfigError, match=r"adapter\.path: .* base model in 4 bits; use adapter=qlora"):
+        continued(quantised)
+    assert continued(quantised, quantize="nf4").quantize == "nf4"
+    assert continued(folder, quantize="nf4").quantize == "nf4", "peft's own folders do not say it"
 
 
 def test_names_are_asked_for_in_any_order(folder: Path) -> None:

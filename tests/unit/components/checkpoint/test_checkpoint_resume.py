@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -112,6 +113,26 @@ def test_auto_takes_the_newest_run_that_holds_a_checkpoint(tmp_path: Path) -> No
     assert Resume("auto").resolve(tmp_path, "name", IDENTITY) == newest
     assert Resume("auto").resolve(tmp_path, "absent", IDENTITY) is None
     assert Resume("never").resolve(tmp_path, "name", IDENTITY) is None
+    older = point(tmp_path / "name" / "2026-01-02_10-00-00__2", 3)
+    assert Resume("auto").resolve(tmp_path, "name", IDENTITY, lambda run: run.name.endswith("__2")) == older
+
+
+def test_a_copy_of_a_run_is_not_the_newest(tmp_path: Path) -> None:
+    for name in ("2026-01-02_10-00-00", "2026-01-02_10-00-00_backup", "best"):
+        make_run(tmp_path / "step_size" / name, (5,))
+    assert resume(tmp_path / "step_size") == point(tmp_path / "step_size" / "2026-01-02_10-00-00", 5)
+    assert resume(tmp_path / "step_size" / "best") == point(tmp_path / "step_size" / "best", 5)
+
+
+def test_a_damaged_checkpoint_with_a_name_of_the_users_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path, (5, 10))
+    for name in ("step_00000010_copy", "best"):
+        renamed = point(run, 10).with_name(name)
+        shutil.copytree(point(run, 10), renamed)
+        truncate(renamed)
+        offer = point(run, 5 if "step" in name else 10)
+        with pytest.raises(ConfigError, match=f"it has 4 bytes.*; take checkpoint.resume={offer}"):
+            resume(renamed)
 
 
 def truncate(folder: Path) -> None:

@@ -471,6 +471,20 @@ def test_export_is_read_by_transformers(tmp_path: Path, shard_bytes: int, dtype:
     assert files[0].stat().st_mode == (tmp_path / "config.json").stat().st_mode
 
 
+@pytest.mark.parametrize("sizes", [(2**30, 20_000), (20_000, 2**30)], ids=["more files", "fewer files"])
+def test_a_second_export_leaves_no_weights_of_the_first(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    spec = ModelSpec(architecture=FAMILIES["qwen3"])
+    (tmp_path / ".shard-3-0").write_text("of an export that was killed")
+    shapes = named_shapes(spec.build(spec.config()))
+    for value, shard_bytes in enumerate(sizes):
+        tensors = {name: torch.full(shape, float(value)) for name, shape in shapes.items()}
+        export_folder(spec, tensors.items(), tmp_path, torch.float32, shard_bytes=shard_bytes)
+    files = [*tmp_path.glob("*.safetensors")]
+    assert {float(t.mean()) for file in files for t in load_file(file).values()} == {1.0}
+    assert (tmp_path / "model.safetensors.index.json").exists() == (len(files) > 1)
+    assert not [*tmp_path.glob(".shard*")]
+
+
 def export_by_turns(path: Path) -> None:
     """Export on three ranks: one writes a file of two tensors, one nothing, and one two files."""
     init_process_group("cpu")

@@ -9,8 +9,6 @@ from runner.commands.evaluate import evaluation
 from runner.config.renamed_keys import RENAMED
 from runner.launch.run_record import RunRecord
 
-STEP_4 = "/outputs/base/1/checkpoints/step_4"
-
 
 def test_a_file_replaces_the_data_sets_of_a_run(tmp_path: Path) -> None:
     """Its folder is not that of the trained runs, whose newest it would be."""
@@ -39,13 +37,25 @@ def test_options_of_the_training_data_are_not_taken_over(tmp_path: Path) -> None
 
 def test_an_evaluation_begins_as_the_run_did(tmp_path: Path) -> None:
     """The override may name a folder of runs, of which another one is the newest now."""
+    begun = tmp_path / "base" / "step_4"
+    begun.mkdir(parents=True)
     RunRecord(overrides=["checkpoint.init_from=outputs/base", "hook=ema"]).write(tmp_path)
-    config = {"run": {}, "model": {}, "adapter": {}, "checkpoint": {"init_from": STEP_4}}
+    config = {"run": {}, "model": {}, "adapter": {}, "checkpoint": {"init_from": str(begun)}}
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     words = evaluation([f"checkpoint={tmp_path}"])
-    assert f"checkpoint.init_from={STEP_4}" in words
+    assert f"checkpoint.init_from={begun}" in words
     assert "checkpoint.init_from=outputs/base" not in words
     assert "hook=ema" not in words
+    begun.rmdir()
+    assert "checkpoint.init_from=null" in evaluation([f"checkpoint={tmp_path}"])
+
+
+def test_another_layout_has_its_own_sizes(tmp_path: Path) -> None:
+    sizes = ["parallelism.tp=2", "parallelism.sequence_parallel=true"]
+    RunRecord(overrides=["parallelism=megatron", *sizes]).write(tmp_path)
+    words = evaluation([f"checkpoint={tmp_path}", "parallelism=fsdp2", "parallelism.dp=2"])
+    assert [word for word in words if "parallelism" in word] == ["parallelism=fsdp2", "parallelism.dp=2"]
+    assert {*sizes} <= {*evaluation([f"checkpoint={tmp_path}", "parallelism.dp=2"])}
 
 
 def test_every_path_is_one_override(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ def test_it_passes_over_a_damaged_checkpoint(folder: Path) -> None:
         "nor is it what pruning takes for the newest"
     )
     assert logged(folder) == [1, 2]
+    results = RunRecord.read(folder).results
+    assert (results.first["step"], results.last["step"]) == (1, 2), "ranks had them only in memory"
 
 
 def test_it_goes_on_from_the_newest_checkpoint(

@@ -141,16 +141,19 @@ def test_a_notice_before_there_is_anything_to_save(
 
 def test_the_folder_of_an_earlier_start(tmp_path: Path) -> None:
     command, again = ["runner", "stage=pt"], ARRAY | {"SLURM_RESTART_COUNT": "1"}
+    ours = "2026-01-01_00-00-02"
     for name, job, words in (
-        ("other_job", "17_2", command),
-        ("ours", "17_3", command),
-        ("other_command", "17_3", ["runner", "stage=sft"]),
-        ("no_job", None, command),
+        ("2026-01-01_00-00-01", "17_2", command),
+        (ours, "17_3", command),
+        (f"{ours}_copy", "17_3", command),
+        ("2026-01-01_00-00-03", "17_3", ["runner", "stage=sft"]),
+        ("2026-01-01_00-00-04", None, command),
+        ("2026-01-01_00-00-05", "17_3", 5),  # damaged
     ):
         (tmp_path / name).mkdir()
         facts = {"command": words, "slurm": None if job is None else {"job": job, "restarts": 0}}
         (tmp_path / name / "run.json").write_text(json.dumps(facts))
-    assert begun_by_this_job(tmp_path, command, again) == tmp_path / "ours"
+    assert begun_by_this_job(tmp_path, command, again) == tmp_path / ours
     assert begun_by_this_job(tmp_path, command, ARRAY) is None
     assert begun_by_this_job(tmp_path, command, {}) is None
     with pytest.raises(ConfigError, match="RUNNER_MAX_REQUEUES: is 'often' in the environment"):

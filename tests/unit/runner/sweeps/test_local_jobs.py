@@ -64,7 +64,7 @@ def test_a_machine_is_shared(
     places: int, gpus: list[str], dealt: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
     shares = [gpu_share(place, places, gpus) for place in range(places)]
     assert [one.get("CUDA_VISIBLE_DEVICES") for one in shares] == dealt
     assert {one["OMP_NUM_THREADS"] for one in shares} == {one[CORES] for one in shares} == {str(7 // places)}

@@ -27,7 +27,8 @@ class Ranks:
 class Asks(Hook):
     """Asks for ``requests`` after every step."""
 
-    def __init__(self, *requests: Any) -> None:
+    def __init__(self, *requests: Any, on_error: Any = "stop") -> None:
+        super().__init__(on_error=on_error)
         self.requests, self.ended = requests, 0
 
     def after_step(self, run: HookRun, *_: object) -> None:
@@ -41,6 +42,12 @@ class Asks(Hook):
 class Fails(Hook):
     def after_step(self, *_: object) -> None:
         raise ZeroDivisionError("no reason")
+
+
+class AsksAndFails(Asks):
+    def after_step(self, run: HookRun, *_: object) -> None:
+        super().after_step(run)
+        raise ZeroDivisionError
 
 
 class Refuses(Hook):
@@ -112,6 +119,17 @@ def test_a_hook_is_left_out_on_all_ranks(
     assert called.take("save"), "the others are still called"
     called.call("end", completed=True)
     assert ([name for name, _ in called.hooks], last.ended) == (["last"], 1)
+
+
+def test_ranks_agree_on_what_a_hook_asked_for_before_it_failed() -> None:
+    """Otherwise one rank would save alone, and wait for the others in vain."""
+    only_here = hooks(Ranks(), mine=AsksAndFails("save", on_error="warn"))
+    only_here.call("after_step", None, None)
+    # There it fails, and requests are made, which are not to evaluate, but to save.
+    elsewhere = hooks(Ranks([1.0, 1.0, 0.0, 1.0]), mine=Hook(on_error="warn"))
+    elsewhere.call("after_step", None, None)
+    assert only_here.take("save")
+    assert elsewhere.take("save")
 
 
 def test_a_hook_with_the_name_of_one_of_the_program_replaces_nothing() -> None:
