@@ -14,6 +14,8 @@ from components.contracts.errors import ConfigError
 
 CORES = "RUNNER_CORES"
 """Environment variable of a job: the number of cores that all its ranks together may use."""
+GPU_SHARERS = "RUNNER_GPU_SHARERS"
+"""Environment variable of a job: the number of concurrent jobs that share its GPU."""
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 PORT = range(1, 2**16)
 FIRST_PORT, PORTS = 10_000, 20_000

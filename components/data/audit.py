@@ -37,6 +37,8 @@ class SourceAudit:
     """Fields that have values in some records and are not read."""
     long_prompts: int
     """Number of samples, kept or left out, whose prompt without the answer exceeds ``data.max_length``."""
+    cut_prompts: int
+    """Number of truncated samples that keep less than half of their prompt, for example of a long answer."""
     desirable: float | None
     """Share of desirable samples in unpaired data. None means other data."""
     stop_token_trained: float | None
@@ -77,6 +79,8 @@ class Audit:
         """Return the warnings to show before the run, one line each."""
         counts = {
             "{:,} pair(s) with the same answer twice are left out.": "identical",
+            "{:,} sample(s) keep less than half of their prompt; raise data.max_length, or use "
+            "data.long_samples=drop.": "cut_prompts",
             "{:,} record(s) that cannot be read are left out; bad_records.jsonl names them.": "bad",
         }
         return [
@@ -132,6 +136,7 @@ def audit_source(
         bad=len(record.bad) if with_left_out else 0,
         unread=tuple(sorted(record.unread)),
         long_prompts=record.long_prompts if with_left_out else 0,
+        cut_prompts=record.cut_prompts if with_left_out else 0,
         desirable=_share(tokens.desirable, selected),
         stop_token_trained=_share(record.stop_trained, selected),
         length_p50=int(p50),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from components.contracts.errors import DONE, INTERRUPTED
-from components.rank_info import CORES, num_cores
+from components.rank_info import CORES, GPU_SHARERS, num_cores
 from runner.launch.failures import describe_exit, read_last_lines
 from runner.launch.signals import SignalHandler, handling
 from runner.sweeps.job_record import SweepJob, read_job_record
@@ -173,6 +173,8 @@ def gpu_share(place: int, places: int, gpus: Sequence[str]) -> dict[str, str]:
     if gpus:
         first, last = place * len(gpus) // places, (place + 1) * len(gpus) // places
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : max(last, first + 1)])
+        sharers = sum(other * len(gpus) // places == first for other in range(places))
+        environ |= {GPU_SHARERS: str(sharers)} if sharers > 1 else {}
     return environ
 
 

@@ -116,6 +116,8 @@ class TokenChunk:
     """Number of samples left out, by reason."""
     long_prompts: int = 0
     """Number of samples, kept or left out, whose prompt without the answer exceeds ``data.max_length``."""
+    cut_prompts: int = 0
+    """Number of truncated samples that keep less than half of their prompt."""
     desirable: Bools | None = None
     """Per sample of unpaired data: whether it is desirable. None means other data."""
     margins: Floats | None = None
@@ -143,6 +145,7 @@ class StoreMeta:
     unpaired: bool = False
     left_out: Counter[LeftOut] = field(default_factory=Counter)
     long_prompts: int = 0
+    cut_prompts: int = 0
     bad: int = 0
     records: int = 0
     """Number of records, including those that were left out."""
@@ -188,6 +191,7 @@ class FilterResult:
     """Number of records, including those that are left out."""
     left_out: Counter[LeftOut]
     long_prompts: int = 0
+    cut_prompts: int = 0
     bad: Sequence[BadRecord] = ()
     unread: Mapping[str, int] = field(default_factory=dict)
 
@@ -261,6 +265,7 @@ class StoreWriter:
         meta, self._is_whole = self.meta, False
         meta.left_out += chunk.left_out
         meta.long_prompts += chunk.long_prompts
+        meta.cut_prompts += chunk.cut_prompts
         meta.unread += chunk.unread
         meta.bad += len(chunk.bad)
         for bad in chunk.bad:
@@ -397,6 +402,7 @@ class TokenStore:
             num_records=self.meta.records // (2 if self._splits_pairs else 1),
             left_out=self.meta.left_out,
             long_prompts=self.meta.long_prompts,
+            cut_prompts=self.meta.cut_prompts,
             bad=self._bad(),
             unread={name: -(-n // 2) if self._splits_pairs else n for name, n in self.meta.unread.items()},
         )

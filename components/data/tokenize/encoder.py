@@ -101,6 +101,7 @@ class EncodeResult:
     left_out: LeftOut | None
     truncated: bool
     long_prompt: bool
+    cut_prompt: bool
     desirable: bool
     margin: float
     unread: Sequence[str]
@@ -142,6 +143,7 @@ class Encoder:
             stop_trained=np.array([all(one.stop_trained for one in each) for each in trained], np.bool_),
             left_out=Counter(result.left_out for result in encoded if result.left_out),
             long_prompts=sum(result.long_prompt for result in encoded),
+            cut_prompts=sum(result.cut_prompt for result in encoded),
             desirable=np.array([result.desirable for _, result in kept], np.bool_) if unpaired else None,
             margins=np.array([result.margin for _, result in kept]) if self.kind == "ranked" else None,
             records=np.array([n for n, _ in kept], np.int64),
@@ -169,6 +171,7 @@ class Encoder:
             left_out=self._left_out(fitted),
             truncated=fitted is not None and fitted[0] is not encoded[0],
             long_prompt=encoded[0].prompt_length > limit,
+            cut_prompt=fitted is not None and 2 * fitted[0].prompt_length < encoded[0].prompt_length,
             desirable=isinstance(sample, UnpairedSample) and sample.desirable,
             margin=sample.margin if isinstance(sample, PreferenceSample) else 0.0,
             unread=unread,

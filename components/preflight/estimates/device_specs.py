@@ -1,6 +1,7 @@
 """Memory, speed and bandwidth of the device of a rank, from this machine or by name."""
 
 import difflib
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
 from components.preflight.estimates.flops import peak_flops
+from components.rank_info import GPU_SHARERS
 
 UNITS = {"GIB": 2**30, "MIB": 2**20, "GB": 10**9}
 
@@ -83,7 +85,8 @@ def find_device(
         here, total = module.get_device_name(0), module.get_device_properties(0).total_memory
         link = next((GPUS[known].link for known in LONGEST_FIRST if known in here), HOST)
         flops = peak_flops(torch.device(kind), dtype)
-        held = budget or max(total - GPU_PROGRAM, 0)
+        sharers = int(os.environ.get(GPU_SHARERS, 1))
+        held = budget or max(total // sharers - GPU_PROGRAM, 0)
         return Device(here, kind, held, True, flops, GPU_MFU, link, NETWORK, PER_NODE)
     share = machine_memory() // local_ranks - PROGRAM
     flops = peak_flops(torch.device("cpu"), dtype) / local_ranks

@@ -16,6 +16,7 @@ from components.engines.fsdp2.state_dict import restore_rng, rng_tensors
 from components.engines.shared import process_group
 from components.preflight.checks import check_ranks, resolve_device
 from components.preflight.estimates.device_specs import find_device
+from components.rank_info import GPU_SHARERS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -123,6 +124,8 @@ def test_preflight_measures_devices_without_a_data_sheet(monkeypatch: pytest.Mon
     assert (found.name, found.kind, found.flops) == ("Max 1550", "xpu", 3e12)
     assert found.memory == 46.5 * 2**30
     assert find_device("xpu", None, "48GiB", local_ranks=2, dtype=torch.bfloat16).memory == 48 * 2**30
+    monkeypatch.setenv(GPU_SHARERS, "2")  # concurrent jobs of a sweep
+    assert find_device("xpu", None, None, local_ranks=2, dtype=torch.bfloat16).memory == 22.5 * 2**30
 
 
 def test_the_runner_and_the_contracts_do_not_call_cuda() -> None:

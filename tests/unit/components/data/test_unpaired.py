@@ -309,4 +309,15 @@ def test_long_prompts_are_counted(tmp_path: Path, long_samples: Any, kept: int) 
     long = good | {"prompt": "Why? " * 60}
     prepared = prepare(tmp_path, [good, long], "preference", max_length=40, long_samples=long_samples)
     [source] = prepared.audit.train.sources
-    assert (source.samples, source.long_prompts) == (kept, 1)
+    assert (source.samples, source.long_prompts, source.cut_prompts) == (kept, 1, kept - 1)
+
+
+def test_prompts_of_long_answers_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An answer is kept as a whole, and leaves little of its prompt."""
+    good = {"prompt": "What is a ant? " * 3, "chosen": "An insect.", "rejected": "A stone."}
+    long = good | {"rejected": "A stone, or a bird? " * 8}
+    with caplog.at_level(logging.WARNING, logger="components"):
+        prepared = prepare(tmp_path, [good, long, long], "preference", max_length=60)
+    [source] = prepared.audit.train.sources
+    assert (source.truncated, source.long_prompts, source.cut_prompts) == (2, 0, 2)
+    assert "2 sample(s) keep less than half of their prompt; raise data.max_length" in caplog.text

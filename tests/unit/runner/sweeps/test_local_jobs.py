@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from components.rank_info import CORES
+from components.rank_info import CORES, GPU_SHARERS
 from runner.sweeps.job_record import SweepJob, read_job_records
 from runner.sweeps.local_jobs import LocalJob, gpu_share, run_jobs
 
@@ -52,21 +52,26 @@ def test_no_more_than_so_many_at_once_and_one_that_is_killed_stops_no_other(
 
 
 @pytest.mark.parametrize(
-    ("places", "gpus", "dealt"),
+    ("places", "gpus", "dealt", "sharers"),
     [
-        (2, ["0", "1", "2", "3"], ["0,1", "2,3"]),
-        (2, ["4", "5", "6"], ["4", "5,6"]),
-        (3, ["a", "b"], ["a", "a", "b"]),
-        (2, [], [None, None]),
+        (2, ["0", "1", "2", "3"], ["0,1", "2,3"], [None, None]),
+        (2, ["4", "5", "6"], ["4", "5,6"], [None, None]),
+        (3, ["a", "b"], ["a", "a", "b"], ["2", "2", None]),
+        (2, [], [None, None], [None, None]),
     ],
 )
 def test_a_machine_is_shared(
-    places: int, gpus: list[str], dealt: list[str | None], monkeypatch: pytest.MonkeyPatch
+    places: int,
+    gpus: list[str],
+    dealt: list[str | None],
+    sharers: list[str | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
     shares = [gpu_share(place, places, gpus) for place in range(places)]
     assert [one.get("CUDA_VISIBLE_DEVICES") for one in shares] == dealt
+    assert [one.get(GPU_SHARERS) for one in shares] == sharers
     assert {one["OMP_NUM_THREADS"] for one in shares} == {one[CORES] for one in shares} == {str(7 // places)}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert CORES not in gpu_share(0, places, gpus), "threads are the user's"
