@@ -280,7 +280,7 @@ def decode_environment(config: DictConfig) -> None:
     """Parse every value of the form ``${oc.env:NAME}`` as YAML, unless the default of its key is a string."""
     raw = OmegaConf.to_container(config, resolve=False)
     found = [key for key, value in leaves(raw) if str(value).startswith("${oc.env:")]
-    defaults = dict(leaves(default_config())) if found else {}
+    defaults = dict(leaves(default_config(as_given(HydraConfig.get())))) if found else {}
     for key in found:
         if not isinstance(defaults.get(key), str):
             OmegaConf.update(config, key, parse_value(str(OmegaConf.select(config, key))))
@@ -409,25 +409,22 @@ def options_with(key: str) -> list[str]:
 def known_keys() -> list[str]:
     """Return the dotted keys of ``default_config``, and all groups."""
     groups = [path.name for path in Path(config_dir()).iterdir() if path.is_dir()]
-    return [*(key for key, _ in leaves(default_config())), *groups]
+    return [*(key for key, _ in leaves(default_config(sys.argv[1:]))), *groups]
 
 
-def default_config() -> object:
-    """Compose the config with only the group choices of the command line; leave interpolations unresolved."""
-    running = GlobalHydra.instance().is_initialized()
-    with nullcontext() if running else initialize_config_dir(config_dir(), version_base="1.3"):
-        return OmegaConf.to_container(compose("config", group_choices()), resolve=False)
+def default_config(words: Sequence[str]) -> object:
+    """Compose the config with only the group choices among ``words``; leave interpolations unresolved.
 
-
-def group_choices() -> list[str]:
-    """Return the choices of options of this command or of Hydra's current job; of a swept group the first."""
-    state = HydraConfig.get() if HydraConfig.initialized() else None
-    words = as_given(state) if state and state.overrides.task else sys.argv[1:]
+    If a sweep varies a group, its first option is chosen.
+    """
     found = (word.partition("=") for word in words if is_choice(word))
-    return [
+    choices = [
         f"{group}={options if options.startswith('[') else options.partition(',')[0]}"
         for group, _, options in found
     ]
+    running = GlobalHydra.instance().is_initialized()
+    with nullcontext() if running else initialize_config_dir(config_dir(), version_base="1.3"):
+        return OmegaConf.to_container(compose("config", choices), resolve=False)
 
 
 def is_choice(argument: str) -> bool:

@@ -27,8 +27,11 @@ from runner.commands.other_tools import TOOLS, Translation, translate
 from runner.config.command_line import hydra_value
 
 KEYS: Keys = {"ranks": None, "stage": ("pt", "sft", "rm", "dpo", "kto", "orpo", "cpo", "simpo")}
-LAUNCHED = ("num_processes", "nproc_per_node")
-"""Options of accelerate and torchrun with the number of ranks."""
+PER_NODE = "nproc_per_node"
+LAUNCHED = ("num_processes", PER_NODE)
+"""Options of accelerate, with the number of all ranks, and of torchrun, with that of the ranks of a node."""
+NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
+"""Words of a command line that are numbers. YAML reads others as numbers, too: 2024_01_15, 0123 and 1:30."""
 SCRIPT = re.compile(r"(?:^|[/_])(sft|dpo|kto|orpo|cpo|reward)(?:_\w+)?(?:\.py)?$")
 
 
@@ -113,7 +116,9 @@ def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]
     if stray := options.pop("", None):
         raise ConfigError(f"{path}: {stray} is not --OPTION; give the command line of one training script.")
     for name in {*LAUNCHED} & {*launcher}:
-        found["ranks"] = str(launcher[name])
+        nodes = launcher.get("nnodes", 1) if name == PER_NODE else 1
+        if isinstance(nodes, int):  # it may be a range, as in 1:4
+            found["ranks"] = str(launcher[name] * nodes if nodes > 1 else launcher[name])
     if "config" in options:  # TRL's file of options, which those of the command line override
         named = Path(expand_home("config", str(options.pop("config"))))
         options = read_options(named if named.is_file() else path.parent / named) | options
@@ -151,7 +156,8 @@ def scalar(word: str) -> object:
         value = yaml.safe_load(word)
     except yaml.YAMLError:
         return word
-    return value if isinstance(value, int | float) or word.startswith("{") else word
+    is_number = isinstance(value, int | float) and NUMBER.fullmatch(word)
+    return value if is_number or isinstance(value, bool) or word.startswith("{") else word
 
 
 def main() -> NoReturn:

@@ -389,7 +389,7 @@ def choose_cadences(work: Translation) -> None:
     for name, chosen in (("eval_steps", strategy), ("save_steps", saving)):
         if chosen != "steps":
             work.skip(name, f"it is read with the strategy steps, which is {chosen}")
-    if (patience := work.take("early_stopping_patience")) is not None:
+    if (patience := work.take("early_stopping_patience", "early_stopping_steps")) is not None:
         work.words |= {"early_stopping.patience": patience, "early_stopping.metric": "eval/loss"}
 
 
@@ -442,7 +442,11 @@ def hub_dataset(work: Translation) -> None:
     name = work.take("dataset_name")
     if not work.left.get("packing"):
         work.skip("packing_strategy", "packing is false")
-    if name is None and "datasets" in work.given:
+    elif work.words["stage"] != "pt" and work.left.get("packing_strategy") == "wrapped":
+        work.lacks("packing_strategy", "samples are packed as a whole")
+        work.left |= {"packing_strategy": "bfd"}
+    if "datasets" in work.given:
+        work.skip("dataset_name", "it is not read with datasets")
         hub_datasets(work)
         return
     if name is None:
@@ -450,6 +454,10 @@ def hub_dataset(work: Translation) -> None:
     split = work.take("dataset_test_split") or "test"
     train = files_of_split(name, work.given.get("dataset_train_split", "train"))
     work.words |= {"data": "files", "data.train": train}
+    if not train.startswith("hub:"):
+        work.skip("dataset_train_split", "the files of data.train are those of the split")
+        if work.take("dataset_config") is not None:
+            work.lacks("dataset_config", "only a data set of the hub has subsets; name the files of this one")
     if work.given.get("eval_strategy", "no") != "no":
         evaluated = files_of_split(name, split)
         if train.startswith("hub:"):
@@ -500,12 +508,9 @@ def axolotl_datasets(work: Translation) -> None:
         for path in files_of(item)
     ]
     paths = [entry["path"] for entry in entries]
-    evaluated = [path for item in tests for path in files_of(item)]
     work.words["data"] = "files"
     work.words |= {"data.train": paths[0]} if len(paths) == 1 else {"data.sources": entries}
-    work.words |= {"data.eval": evaluated[0]} if evaluated else {}
-    if len(evaluated) > 1:
-        work.missing["test_datasets"] = "data.eval is a single source; name a folder or a pattern"
+    axolotl_tests(work, tests, sources[0])
     for key, found_in in ENTRIES.items():
         found = [found_in(item) for item in sources]
         if key in varied:
@@ -528,7 +533,24 @@ def axolotl_datasets(work: Translation) -> None:
     held_out(work, "val_set_size")
 
 
-FIELDS = ("instruction", "input", "output", "system", "chosen", "rejected")
+def axolotl_tests(work: Translation, tests: list[Any], trained: Mapping[str, Any]) -> None:
+    """Translate axolotl's ``test_datasets``, given an entry of the data that is trained on."""
+    evaluated = [path for item in tests for path in files_of(item)]
+    if len(evaluated) == 1:
+        work.words["data.eval"] = evaluated[0]
+    elif evaluated:
+        work.words["data.eval"] = {f"test{number}": path for number, path in enumerate(evaluated)}
+    splits = {item.get("split") for item in tests if any(path.startswith("hub:") for path in files_of(item))}
+    if len(splits) == 1 and None not in splits:
+        work.words["data.eval_split"] = splits.pop()
+    elif len(splits) > 1:
+        work.missing["test_datasets: split"] = "data.eval_split holds for all of data.eval"
+    for key in (key for key in ENTRIES if key != "split"):
+        if any(ENTRIES[key](item) != ENTRIES[key](trained) for item in tests):
+            work.missing[f"test_datasets: {key}"] = f"data.{key} holds for all data; convert the files"
+
+
+FIELDS = ("instruction", "input", "output", "system", "prompt", "chosen", "rejected")
 """Our names of fields. The option ``field_NAME`` of an entry gives the name of the field in the records."""
 READ = {"path", "data_files", "ds_type", "type", "split", "name", "revision", "field", "field_messages"}
 READ |= {"message_field_role", "message_field_content", "message_property_mappings", "roles"}
@@ -551,6 +573,10 @@ UNREAD = {
 def lost(item: Mapping[str, Any]) -> dict[str, str]:
     """Return the keys of an entry of ``datasets`` without an equivalent, each with the reason or remedy."""
     found = {}
+    detailed = item["type"] if isinstance(item.get("type"), dict) else {}
+    for name, value in detailed.items():
+        if name not in READ and value is not None:
+            found[f"type.{name}={value}"] = "write it in the records, or in a chat template"
     for name, value in item.items():
         if name not in READ and value is not None and value not in USUAL.get(name, ()):
             found[f"{name}={value}"] = UNREAD.get(name, "use the options of data, see docs/data.md")

@@ -46,7 +46,8 @@ def hydra_value(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(hydra_value, value))}]"
     text = str(value)
-    if re.fullmatch(r"[\w./:~+-]+|\[[\w,]*\]", text, re.ASCII):
+    is_number = re.fullmatch(r"\d+(_\d+)+", text)  # as Python does, Hydra ignores the underscores
+    if re.fullmatch(r"[\w./:~+-]+|\[[\w,]*\]", text, re.ASCII) and not is_number:
         return text
     # Hydra reads a backslash as it is, except before a quote.
     return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'") + "'"

@@ -383,6 +383,54 @@ def test_what_an_entry_of_axolotl_loses_is_listed(imported: Run) -> None:
     assert "datasets:" not in plain
 
 
+def test_fields_of_a_type_of_axolotl(imported: Run) -> None:
+    kind = '{field_prompt: q, field_chosen: good, prompt_format: "Q {prompt}", system_prompt: Be brief.}'
+    answer = imported("axolotl", f"base_model: x\nrl: dpo\ndatasets: [{{path: a.jsonl, type: {kind}}}]")
+    check(answer, {"data.columns": {"prompt": "q", "chosen": "good"}})
+    assert "datasets: type.prompt_format=Q {prompt}: write it in the records" in answer.out
+    assert "datasets: type.system_prompt=Be brief." in answer.out
+
+
+def test_test_data_of_axolotl(imported: Run) -> None:
+    base = "base_model: x\nlearning_rate: 1e-3\n"
+    base += "datasets: [{path: org/a, type: chat_template}]\ntest_datasets: "
+    split = imported("axolotl", base + "[{path: org/a, type: alpaca, split: test}]")
+    check(split, {"data.eval": "hub:org/a", "data.eval_split": "test", "data.long_samples": "drop"})
+    assert "test_datasets: format: data.format holds for all data" in split.out
+    kind = "type: chat_template"
+    two = imported("axolotl", f"{base}[{{path: a.jsonl, {kind}}}, {{path: b.jsonl, {kind}}}]")
+    check(two, {"data.eval": {"test0": "a.jsonl", "test1": "b.jsonl"}})
+
+
+def test_early_stopping_of_llamafactory(imported: Run) -> None:
+    text = "model_name_or_path: m\nstage: sft\ndataset: a\nval_size: 0.1\n"
+    text += "eval_strategy: steps\neval_steps: 5\n"
+    answer = imported("llamafactory", f"{text}early_stopping_steps: 3\n")
+    check(answer, {"early_stopping.metric": "eval/loss", "early_stopping.patience": 3})
+
+
+def test_data_of_trl_that_is_not_read(imported: Run) -> None:
+    text = "model_name_or_path: m\nlearning_rate: 1e-5\ndataset_name: a.jsonl\n"
+    local = imported("trl", f"{text}dataset_config: en\ndataset_train_split: train\n", "stage=sft")
+    check(local, {"data.train": "a.jsonl", "data.split": None, "data.subset": None})
+    assert "dataset_config=en: only a data set of the hub has subsets" in local.out
+    wrapped = imported("trl", f"{text}packing: true\npacking_strategy: wrapped\n", "stage=sft")
+    check(wrapped, {"data.packing": "bfd"})
+    mixture = imported("trl", f"{text}datasets: [{{path: b.jsonl}}]\n", "stage=sft")
+    check(mixture, {"data.train": None, "data.sources": [{"path": "b.jsonl"}]})
+    assert "dataset_name: it is not read with datasets" in mixture.out
+
+
+@pytest.mark.parametrize(("nodes", "batch"), [("2", 16), ("1:4", 8)])
+def test_ranks_of_torchrun(imported: Run, nodes: str, batch: int) -> None:
+    data = "--dataset_name org/a --run_name 2024_01_15 --per_device_train_batch_size 1"
+    command = f"torchrun --nnodes {nodes} --nproc_per_node 8 sft.py --model_name_or_path m {data}"
+    ranks = [] if nodes == "2" else ["ranks=8"]
+    answer = imported("trl", command, *ranks, suffix=".sh")
+    check(answer, {"run.global_batch_size": batch, "run.name": "2024_01_15"})
+    assert imported("trl", command, suffix=".sh").out.count("ranks is not given") == (nodes != "2")
+
+
 def test_plain_text_of_axolotl_is_pretraining(imported: Run) -> None:
     text = "base_model: x\nlearning_rate: 1e-3\ndatasets: [{path: a.txt, type: completion}]"
     check(imported("axolotl", text), {"stage.kind": "text", "data.train": "a.txt"})

@@ -157,9 +157,10 @@ def _chat(
     origin: str,
     prompt_turns: int = 0,
 ) -> ChatSample:
-    whole = with_default_system(turns, options)
-    first = prompt_turns + len(whole) - len(turns)
-    messages, excluded = split_untrained(checked(whole, origin))
+    own = checked(turns, origin)
+    whole = with_default_system(own, options)
+    first = prompt_turns + len(whole) - len(own)
+    messages, excluded = split_untrained(whole)
     if options.train_on_prompt and any(messages[i]["role"] == "assistant" for i in excluded):
         fail(
             origin,

@@ -49,15 +49,17 @@ def _json(text: str, key: str, origin: str) -> Any:
 
 
 def alpaca_prompt(record: Mapping[str, object], origin: str) -> list[Message]:
-    question = read_string(record, _present(record, "instruction", "prompt"), origin)
-    extra = read_string(record, _present(record, "input", "query"), origin, optional=True)
+    names = [_present(record, "instruction", "prompt"), _present(record, "input", "query")]
+    parts = [read_string(record, name, origin, optional=True) for name in names]
+    if not any(part.strip() for part in parts):
+        read_string(record, names[0], origin)  # raises
     pairs = record.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         fail(origin, "field 'history' is not a list of [question, answer]", "Write it so, or remove it.")
     messages = system_turn(record, origin)
     for asked, answered in pairs:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-    return [*messages, {"role": "user", "content": f"{question}\n{extra}" if extra else question}]
+    return [*messages, {"role": "user", "content": "\n".join(part for part in parts if part)}]
 
 
 def alpaca_answer(record: Mapping[str, object], origin: str) -> Message:
@@ -86,6 +88,8 @@ def with_default_system(messages: list[Message], options: RecordOptions) -> list
 def read_turns(record: Mapping[str, object], key: str, origin: str) -> list[Message]:
     """Return the messages under ``key``, after the turn of the record's field ``system`` if it has one.
 
+    If the messages begin with a system turn, this turn has precedence, as in LLaMA-Factory.
+
     Raises:
         RecordError: if the field is not a list of messages, or a message is invalid.
     """
@@ -93,9 +97,15 @@ def read_turns(record: Mapping[str, object], key: str, origin: str) -> list[Mess
     if not isinstance(turns, list) or not turns:
         seen = "missing" if turns is None else "not a list of messages" if turns else "empty"
         fail(origin, f"field {key!r} is {seen}", "Give it a list of messages.")
-    return system_turn(record, origin) + [
-        read_message(turn, f"{key}[{i}]", origin) for i, turn in enumerate(turns)
-    ]
+    messages = [read_message(turn, f"{key}[{i}]", origin) for i, turn in enumerate(turns)]
+    return messages if begins_with_system(turns) else [*system_turn(record, origin), *messages]
+
+
+def begins_with_system(turns: object) -> bool:
+    """Return whether ``turns``, a field of a record, is a list of messages that begins with a system turn."""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    name = (first.get("role") or first.get("from")) if isinstance(first, dict) else None
+    return isinstance(name, str) and SPELLINGS.get(name, name) == "system"
 
 
 # Messages, with the keys of sharegpt (from, value) or OpenAI (role, content)

@@ -274,7 +274,7 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[Item]:
                 for record in batch.to_pylist():
                     row += 1
                     yield without_nulls(record), f"{path}:{row}"
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError) as error:  # Python has no dates after the year 9999
         reason, _, _ = str(error).partition("\n")
         raise ConfigError(f"{path}: is not a readable parquet file ({reason}). Write it again.") from error
 

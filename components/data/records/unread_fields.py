@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from components.data.records.messages import REASONING_KEYS
+from components.data.records.messages import REASONING_KEYS, begins_with_system
 from components.data.records.options import Format, RecordError, RecordOptions
 
 _QUESTION = ("instruction", "prompt", "input", "query", "history")
@@ -42,6 +42,8 @@ _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("weight", "loss_weight", "sample_weight"), "samples have no weights"),
     **dict.fromkeys(("completions", "labels"), "no stage trains on the steps of an answer"),
     "margin": "only stage=rm reads the margin of a pair",
+    "function_call": "calls are read from tool_calls",
+    "functions": "definitions of functions are read from tools",
     "train_detail": "an assistant turn is trained as a whole",
 }
 """Fields that would change what is trained but are not read, each with the reason."""
@@ -78,6 +80,8 @@ def _displaced(record: Mapping[str, object], format: Format) -> Iterator[str]:
     for name, other in _ALTERNATIVES.get(format, ()):
         if record.get(name) is not None:
             yield other
+    if any(begins_with_system(record.get(name)) for name in ("messages", "conversations", "prompt")):
+        yield "system"
     if format not in ("preference", "unpaired"):
         return
     has = {name for name, value in record.items() if value is not None}

@@ -28,6 +28,7 @@ from components.contracts.json_types import Json
 from components.data.records.options import RecordError
 from components.data.records.samples import ChatSample, Message, PreferenceSample, Tool, UnpairedSample
 from components.data.tokenize.template_limits import limited_memory, limited_time
+from components.json_text import one_line
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE = "\ue000"  # in the private use area: no template strips, escapes or tests for it
@@ -91,9 +92,9 @@ class Template:
         """Raise RecordError if the template ignores the content of a turn, the tools or the tool calls.
 
         It ignores them if ``text``, the result of ``render``, stays the same without the tools, without all
-        tool calls, or with another content. A content that follows the previous one in the text is not
-        rendered again. The content of a turn that calls tools may be missing, because some templates never
-        write it.
+        tool calls, or with another content. A content that follows the previous one in the text, and is not
+        part of a later one, is not rendered again. The content of a turn that calls tools may be missing,
+        because some templates never write it.
         """
 
         def drops(changed: list[Message], template: Template = self) -> bool:
@@ -114,7 +115,8 @@ class Template:
         for i, message in enumerate(messages):
             content = message["content"].strip()
             other = {**message, "content": message["content"] + _PROBE}
-            if (found := text.find(content, end)) >= 0:
+            is_repeated = bool(content) and any(content in later["content"] for later in messages[i + 1 :])
+            if (found := text.find(content, end)) >= 0 and not is_repeated:
                 end = found + len(content)
             elif i not in calling and drops([*messages[:i], other, *messages[i + 1 :]]):
                 raise self.error(f"does not render message {i}, of the role {message['role']}")
@@ -157,7 +159,10 @@ def template_for(tokenizer: PreTrainedTokenizerBase, sample: Conversational, ori
             f"model.tokenizer: {name} cannot tell which characters a token covers. "
             "Use its fast version (with a tokenizer.json)."
         )
-    source = tokenizer.get_chat_template(tools=sample.tools)
+    try:
+        source = tokenizer.get_chat_template(tools=sample.tools)
+    except ValueError as error:  # several templates, none of which is the default
+        raise ConfigError(f"model.tokenizer: {name}: {one_line(error)}; set model.chat_template.") from error
     kwargs = sample.template_kwargs
     template = Template(tokenizer, sample.tools, kwargs, source, _stop_ids(tokenizer), origin)
     unknown = [name for name in kwargs if not re.search(rf"\b{re.escape(name)}\b", source)]
@@ -265,8 +270,7 @@ def _marked(chat: Conversation, num_turns: int) -> list[Span]:
         chat_template=template.source,
         return_assistant_tokens_mask=True,
         add_generation_prompt=False,
-        **template.tokenizer.special_tokens_map,
-        **template.kwargs,
+        **{**template.tokenizer.special_tokens_map, **template.kwargs},
     )
     assert text == chat.text
     spans = [(start, end) for start, end in marked if start < end]

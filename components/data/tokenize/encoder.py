@@ -204,7 +204,8 @@ class Encoder:
 
     def _fit(self, encoded: list[Encoded]) -> list[Encoded] | None:
         if self.kind != "unpaired":
-            return fit(encoded, self.max_length, self.long_samples)
+            last_turn = self.options.mask_history
+            return fit(encoded, self.max_length, self.long_samples, end_of_prompt=last_turn)
         # The mismatched answer is another sample's; its length must not cut or drop this one.
         answer = fit(encoded[:1], self.max_length, self.long_samples, end_of_prompt=True)
         mismatched = fit(encoded[1:], self.max_length, "truncate", end_of_prompt=True)

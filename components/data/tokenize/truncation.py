@@ -16,7 +16,8 @@ def fit(
     If all of them fit, the same list is returned. A document or a conversation keeps its beginning. A pair
     keeps its answers and the end of its prompt: the prompt loses as many of its first tokens as the longer
     answer needs, the same in both sequences, but keeps its last token; an answer that is still too long loses
-    its end. With ``end_of_prompt``, the rule for pairs applies to a single sequence, too.
+    its end. With ``end_of_prompt``, the rule for pairs applies to a single sequence, too, such as a
+    conversation of which only the last turn is trained on.
     """
     if max_length is None or all(len(one.input_ids) <= max_length for one in encoded):
         return encoded

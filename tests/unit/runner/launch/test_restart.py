@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 def log_steps(folder: Path, *steps: int) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps({"step": step}) + "\n" for step in steps)
+        file.writelines(json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in steps)
 
 
 def checkpoint(folder: Path, step: int) -> None:

@@ -64,6 +64,16 @@ CASES: dict[str, tuple[Format, dict[str, Any], Sample]] = {
         {"conversations": [{"from": "system", "value": "S"}, HUMAN, GPT]},
         ChatSample([S, U, A], None),
     ),
+    "sharegpt-system-field-and-turn": (
+        "sharegpt",
+        {"conversations": [{"from": "system", "value": "S"}, HUMAN, GPT], "system": "other"},
+        ChatSample([S, U, A], None),
+    ),
+    "alpaca-without-an-instruction": (
+        "alpaca",
+        {"instruction": "", "input": "U", "output": "A"},
+        ChatSample([U, A], None),
+    ),
     "sharegpt-tools": (
         "sharegpt",
         {
@@ -312,6 +322,8 @@ def test_options_of_conversations() -> None:
     options = RecordOptions(format="messages", default_system="S", mask_history=True)
     sample, _ = normalize({"messages": [U, A, U2, A2]}, options, "f:1")
     assert sample == ChatSample([S, U, A, U2, A2], None, frozenset({2}))
+    with pytest.raises(RecordError, match=r"message 0 \(assistant\) is the first"):
+        normalize({"messages": [A]}, options, "f:1")
     own = {"messages": [message("system", "own"), U, A]}
     assert normalize(own, options, "f:1")[0] == ChatSample(own["messages"], None)
     pair = {"prompt": [U], "chosen": [A], "rejected": [A2]}

@@ -71,6 +71,20 @@ def test_a_pair_without_a_prompt_keeps_its_system_turn() -> None:
         normalize(other, RecordOptions(format="preference"), "a:1")
 
 
+def test_a_field_that_a_system_turn_replaces_is_not_read() -> None:
+    record = {"system": "other", "messages": [{"role": "system", "content": "S"}, U, A]}
+    assert normalize(record, RecordOptions(format="messages"), "a:1")[1] == ["system"]
+
+
+@pytest.mark.parametrize("key", ["function_call", "functions"])
+def test_former_calls_of_openai_are_refused(key: str) -> None:
+    called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    record = {"messages": [U, called if key == "function_call" else A, A], "functions": [{"name": "f"}]}
+    ignored = ("functions",) if key == "function_call" else ()
+    with pytest.raises(RecordError, match=key):
+        normalize(record, RecordOptions(format="messages", ignore_fields=ignored), "a:1")
+
+
 def test_flags_of_a_turn_may_not_contradict_each_other() -> None:
     with pytest.raises(RecordError, match=r"weight and train of messages\[1\] contradict each other"):
         normalize(

@@ -293,6 +293,19 @@ def test_a_dropped_turn_whose_text_stands_elsewhere_is_an_error() -> None:
         encode_chat([*turns, *more], make_tokenizer(template))
 
 
+@pytest.mark.parametrize(("role", "content"), [("tool", "42"), ("system", "Paris")])
+def test_a_dropped_turn_that_a_later_one_quotes_is_an_error(role: str, content: str) -> None:
+    drops = f"'' if m.role == '{role}' else '<|im_start|>' + m.role"
+    tokenizer = make_tokenizer(CHATML.replace("'<|im_start|>' + m.role", drops))
+    answer = {"role": "assistant", "content": f"It is {content}."}
+    question, called = {"role": "user", "content": "?"}, {"role": "assistant", "content": "Let me see."}
+    quoted = {"role": role, "content": content}
+    turns = [quoted, question, answer] if role == "system" else [question, called, quoted, answer]
+    with pytest.raises(ConfigError, match=f"does not render message ., of the role {role}"):
+        encode_chat(turns, tokenizer)
+    encode_chat(turns, make_tokenizer(CHATML))
+
+
 def test_tools_are_no_tool_calls() -> None:
     call = {"type": "function", "function": {"name": "now", "arguments": {}}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}

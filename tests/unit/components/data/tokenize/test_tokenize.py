@@ -87,6 +87,17 @@ def test_truncation(
     assert fit(sample, None, "drop") is sample
 
 
+def test_a_long_history_is_cut_before_the_last_turn(chat_encoder: Encoder) -> None:
+    """With data.mask_history only that turn is trained on; any other conversation keeps its beginning."""
+    history = [{"role": role, "content": "word " * 30} for role in ("user", "assistant")]
+    turns = [*history, {"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
+    last = replace(chat_encoder, options=replace(chat_encoder.options, mask_history=True))
+    chunk = last([({"messages": turns}, "file:1")])
+    assert (chunk.truncated.tolist(), chunk.stop_trained.tolist()) == ([True], [True])
+    assert 0 < chunk.mask.sum() < 10
+    assert chat_encoder([({"messages": turns}, "file:1")]).stop_trained.tolist() == [False]
+
+
 def test_a_chunk_counts_what_is_left_out(chat_encoder: Encoder) -> None:
     def item(question: str, answer: str) -> EncoderInput:
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
