@@ -428,7 +428,7 @@ def test_ranks_of_torchrun(imported: Run, nodes: str, batch: int) -> None:
     ranks = [] if nodes == "2" else ["ranks=8"]
     answer = imported("trl", command, *ranks, suffix=".sh")
     check(answer, {"run.global_batch_size": batch, "run.name": "2024_01_15"})
-    assert imported("trl", command, suffix=".sh").out.count("ranks is not given") == (nodes != "2")
+    assert imported("trl", command, suffix=".sh").out.count("ranks: it is not given") == (nodes != "2")
 
 
 def test_plain_text_of_axolotl_is_pretraining(imported: Run) -> None:
