@@ -143,8 +143,8 @@ def number(environ: Mapping[str, str], name: str, default: int | None, allowed: 
 def num_cores() -> int:
     """Return the number of cores that this process and its children may use together.
 
-    A job of a sweep has a part of the cores. Otherwise it is the CPU affinity, which SLURM and containers
-    set, where the system has one.
+    A job of a sweep has a part of the cores. Otherwise they are those of the CPU affinity, which taskset,
+    SLURM and the cpuset of a container set, where the system has one.
     """
     if CORES in os.environ:
         return int(os.environ[CORES])
@@ -152,7 +152,10 @@ def num_cores() -> int:
 
 
 def check_place(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if a launcher has not set all variables that describe the place of this rank."""
+    """Raise ConfigError if a launcher has set only some of ``PLACE``, or lacks LOCAL_WORLD_SIZE.
+
+    LOCAL_WORLD_SIZE may be missing on a single machine, and nothing shows that it is the first of several.
+    """
     known = [name for name in PLACE if name in environ]
     if known and len(known) < len(PLACE):
         missing = ", ".join(sorted(set(PLACE) - set(known)))

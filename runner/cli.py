@@ -32,7 +32,7 @@ from components.home import expand_home
 from components.json_text import leaves, one_line
 from components.rank_info import RankInfo
 from runner.config.command_line import is_sweep, long_flags
-from runner.config.sources import COMMAND_LINE, ConfigSources, did_you_mean
+from runner.config.sources import COMMAND_LINE, ConfigSources, did_you_mean, name_of
 from runner.config.unknown_keys import check_long_options, hint_for_value, translations, unknown_key
 from runner.distribution import distribution
 from runner.launch import slurm_env
@@ -94,7 +94,17 @@ def execute(config: DictConfig, on_folder: Callable[[Path], object] = str) -> fl
 def sweep_point() -> SweepJob:
     """Return the place of Hydra's current job in its sweep."""
     state = HydraConfig.get()
-    return SweepJob(Path(os.environ[SWEEP_FOLDER]), int(state.job.num), as_given(state))
+    overrides, keys = as_given(state), swept_keys(state)
+    swept = tuple(word for word in overrides if name_of(word) in keys)
+    return SweepJob(Path(os.environ[SWEEP_FOLDER]), int(state.job.num), overrides, swept)
+
+
+def swept_keys(state: DictConfig) -> set[str]:
+    """Return the keys that the sweep of this command varies, by its command line or by ``hydra.sweeper``."""
+    words = [word for word in long_flags(sys.argv[1:]) if not word.startswith("-")]
+    typed = OverridesParser.create().parse_overrides(words)
+    params = state.sweeper.get("params") or {}
+    return {o.key_or_group for o in typed if o.is_sweep_override()} | {name_of(str(key)) for key in params}
 
 
 def as_given(state: DictConfig) -> tuple[str, ...]:

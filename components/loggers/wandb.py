@@ -102,12 +102,12 @@ class Wandb:
 
     @property
     def chosen_mode(self) -> str:
-        return self.mode or os.environ.get("WANDB_MODE", "online")
+        return self.mode or os.environ.get("WANDB_MODE") or "online"
 
     def open(self, start: RunInfo) -> WandbLogger:
         sweep = start.facts.get("sweep")
         settings = {
-            "project": self.project or os.environ.get("WANDB_PROJECT", "runner"),
+            "project": self.project or os.environ.get("WANDB_PROJECT") or "runner",
             "entity": self.entity,
             "name": self.name or f"{start.folder.parent.name}/{start.folder.name}",
             "group": self.group or (Path(sweep["folder"]).name if sweep else None),

@@ -116,9 +116,9 @@ def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]
     if stray := options.pop("", None):
         raise ConfigError(f"{path}: {stray} is not --OPTION; give the command line of one training script.")
     for name in {*LAUNCHED} & {*launcher}:
-        nodes = launcher.get("nnodes", 1) if name == PER_NODE else 1
-        if isinstance(nodes, int):  # it may be a range, as in 1:4
-            found["ranks"] = str(launcher[name] * nodes if nodes > 1 else launcher[name])
+        each, nodes = launcher[name], launcher.get("nnodes", 1) if name == PER_NODE else 1
+        if isinstance(each, int) and isinstance(nodes, int):  # not "gpu", nor a range of nodes such as 1:4
+            found["ranks"] = str(each * nodes)
     if "config" in options:  # TRL's file of options, which those of the command line override
         named = Path(expand_home("config", str(options.pop("config"))))
         options = read_options(named if named.is_file() else path.parent / named) | options

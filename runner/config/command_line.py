@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 FLAGS = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
-"""The flags of Hydra, with a value, that determine which files are composed: the short and the long form."""
+"""Short form -> long form of Hydra's flags that choose the config files."""
 
 
 def is_sweep(command: Sequence[str]) -> bool:
@@ -46,7 +46,8 @@ def hydra_value(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(hydra_value, value))}]"
     text = str(value)
-    is_number = re.fullmatch(r"\d+(_\d+)+", text)  # as Python does, Hydra ignores the underscores
+    # As Python does, Hydra ignores underscores in numbers.
+    is_number = "_" in text and re.fullmatch(r"[+-]?[\d_.]+([eE][+-]?[\d_]+)?", text)
     if re.fullmatch(r"[\w./:~+-]+|\[[\w,]*\]", text, re.ASCII) and not is_number:
         return text
     # Hydra reads a backslash as it is, except before a quote.

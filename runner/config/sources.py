@@ -11,6 +11,7 @@ from runner.sweeps.job_record import SweepJob
 
 COMMAND_LINE = "the command line"
 CONFIG = "conf/config.yaml"
+SELF = "_self_"
 
 
 _OURS = ("components", "torch.optim")
@@ -85,13 +86,20 @@ def name_of(override: str) -> str:
 
 
 def setter_in(file: Path, path: list[str]) -> Path | None:
-    """Return the file that sets the key ``path``: ``file``, or one in its folder that its defaults name."""
+    """Return the file that sets the key ``path``: ``file``, or one in its folder that its defaults name.
+
+    As in Hydra, the last of the defaults has precedence. ``_self_``, which is the last if it is not named,
+    means ``file``.
+    """
     node = yaml.safe_load(file.read_text()) or {}
-    if contains(node, path):
-        return file
-    named = [name for name in node.get("defaults", []) if isinstance(name, str) and name != "_self_"]
-    bases = (file.parent / f"{name}.yaml" for name in reversed(named))
-    return next((found for base in bases if base.is_file() and (found := setter_in(base, path))), None)
+    named = [name for name in node.get("defaults") or [] if isinstance(name, str)]
+    for name in reversed(named if SELF in named else [*named, SELF]):
+        base = file.parent / f"{name}.yaml"
+        if name == SELF and contains(node, path):
+            return file
+        if name != SELF and base.is_file() and (found := setter_in(base, path)) is not None:
+            return found
+    return None
 
 
 def contains(node: object, path: list[str]) -> bool:

@@ -50,7 +50,7 @@ from runner.training.state import TrainState
 ASSUMED_GPU = "H100"
 LARGE_RATE = 1e-3
 """Lowest learning rate that is reported as too large for most pretrained models."""
-OF_STEPS = ("profiler.enabled", "run.target_loss", "run.trial_step")
+READ_BY_STEPS = ("profiler.enabled", "run.target_loss", "run.trial_step")
 """Options that have no effect without train steps."""
 SLOW = 2.0
 """Lowest ratio of the time of a matrix product to that in fp32 for which a dtype is reported as slow."""
@@ -91,7 +91,8 @@ class RunPreparation:
     """Contexts to leave when the run has ended: the lock of its folder."""
 
     def may_continue(self, folder: Path) -> bool:
-        return is_own_run(folder, self.where.sweep_job, self.command)
+        """Return whether ``checkpoint.resume=auto`` may continue the run in ``folder``."""
+        return is_own_run(folder, self.where.sweep_job)
 
     def inspect(self) -> PreparedRun:
         """Run all checks that need no ranks, and prepare the data.
@@ -317,7 +318,7 @@ def without_training(config: Config, where: ConfigSources) -> Config:
         found["hook"] = {}
     for group, key in (("checkpoint", "keep_best"), ("early_stopping", "metric")):
         found[group] = {**config[group], key: None}
-    for name in ("checkpoint.keep_best", "early_stopping.metric", *OF_STEPS):
+    for name in ("checkpoint.keep_best", "early_stopping.metric", *READ_BY_STEPS):
         group, key = name.split(".")
         if where.typed(name) and config[group][key] not in (None, False):
             raise ConfigError(f"{name}: run.evaluate_only takes no step; leave it out.")
@@ -388,7 +389,7 @@ def recorded_start(experiment: Experiment, where: ConfigSources, command: Sequen
     runs = Path(run.output_dir, run.name)
     folder = begun_by_this_job(runs, command, os.environ)
     if folder is None and checkpoint.resume == "auto":
-        point = newest_of_runs(runs, partial(is_own_run, job=where.sweep_job, command=command))
+        point = newest_of_runs(runs, partial(is_own_run, job=where.sweep_job))
         folder = None if point is None else point.parent.parent
     if folder is None or not (folder / "config.yaml").exists():
         return None
@@ -396,16 +397,18 @@ def recorded_start(experiment: Experiment, where: ConfigSources, command: Sequen
     return start if start is not None and Path(start).is_dir() else None
 
 
-def is_own_run(folder: Path, job: SweepJob | None, command: Sequence[str]) -> bool:
-    """Return whether ``checkpoint.resume=auto`` may continue the run in ``folder``, which must not be a copy.
+def is_own_run(folder: Path, job: SweepJob | None) -> bool:
+    """Return whether ``folder`` is a run folder, not a copy, and its run was given what the sweep varies.
 
-    In a sweep, whose jobs may share ``run.name``, the run must have been given the values that the sweep
-    ``command`` gives to ``job``.
+    Jobs of a sweep may share ``run.name``. None for ``job`` means that there is no sweep.
     """
-    swept = set() if job is None else {word for word in job.overrides if word not in command}
-    recorded = (folder / "run.json").exists()  # perhaps only its checkpoints were copied
-    given = {*RunRecord.read(folder).overrides} if recorded and swept else set()
-    return is_run_folder(folder) and swept <= given
+    if job is None or not is_run_folder(folder):
+        return is_run_folder(folder)
+    try:
+        place = RunRecord.read(folder).sweep
+    except (ConfigError, OSError):  # damaged, of a later version, or absent as only checkpoints were copied
+        return False
+    return set(job.swept) == set(place.swept if place is not None else ())
 
 
 def check_parts(experiment: Experiment) -> PreTrainedModel:

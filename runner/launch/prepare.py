@@ -54,7 +54,7 @@ def prepare(launch: RunPreparation) -> Path:
         device=launch.device,
         overrides=list(launch.where.overrides),
         resumed_from=None if found.resume is None else str(found.resume.absolute()),
-        sweep=None if point is None else SweepPlace(str(point.sweep), point.number),
+        sweep=None if point is None else SweepPlace(str(point.sweep), point.number, [*point.swept]),
         slurm=slurm_env.job_facts(os.environ),
         identity=vars(found.identity),
         reference=reference,

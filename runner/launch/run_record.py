@@ -36,6 +36,8 @@ class SweepPlace:
 
     folder: str
     number: int
+    swept: list[str] = field(default_factory=list)
+    """The overrides of the job whose keys the sweep varies."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class SweepJob:
     sweep: Path
     number: int
     overrides: tuple[str, ...]
+    swept: tuple[str, ...] = ()
+    """Those of the overrides whose keys the sweep varies."""
 
     @property
     def path(self) -> Path:

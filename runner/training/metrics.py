@@ -55,8 +55,8 @@ class MetricsReporter:
     results: Results = field(default_factory=Results)
     stopped: Stopped | None = None
     window: Window = field(default_factory=Window)
-    unlogged: Callable[[], Row] | None = None
-    """A function that makes the row of the last step. None means that the row was written."""
+    pending_row: Callable[[], Row] | None = None
+    """A function that makes the row of the last step. None means that its row was written."""
     task: TaskID | None = None
     total_steps: int = 0
 
@@ -100,16 +100,16 @@ class MetricsReporter:
         if self.progress is not None and self.task is not None:
             description = "step" if epoch is None else f"epoch {epoch:.2f}  step"
             self.progress.update(self.task, completed=state.step, description=description)
-        self.unlogged = partial(train_row, state, stats, result, lr, epoch)
+        self.pending_row = partial(train_row, state, stats, result, lr, epoch)
         if state.step == self.total_steps or every(self.log_every, state.step, self.total_steps):
             self.log_step()
 
     def log_step(self) -> None:
         """Write the row of the last step if it has not been written; every rank calls this method."""
-        if self.unlogged is None or not self.log_every:
+        if self.pending_row is None or not self.log_every:
             return
-        row = self.unlogged() | performance(self.window, self.peak_flops) | self._memory()
-        self.window, self.unlogged = Window(), None
+        row = self.pending_row() | performance(self.window, self.peak_flops) | self._memory()
+        self.window, self.pending_row = Window(), None
         self._write(row, train_line(row))
 
     def skipped(self, step: int, result: StepResult, max_loss: float, samples: Sequence[str]) -> None:

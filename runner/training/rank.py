@@ -116,9 +116,10 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
 
 
 def check_weights(engine: Engine, state: TrainState) -> None:
-    """Raise NonRetryableError if training has changed no weight, or a weight is not finite.
+    """Raise NonRetryableError if all steps were skipped, or a weight is not finite.
 
-    The metrics of such a run can look good, and its export would be mistaken for a trained model.
+    The metrics of such a run can look good, and its export would be mistaken for a trained model. A run that
+    a hook ended before its first step is not refused.
     """
     if state.skipped == state.step > 0:
         raise NonRetryableError(

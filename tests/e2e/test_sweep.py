@@ -159,8 +159,9 @@ def test_a_pruner_that_lies_in_the_folder_of_a_sweep_is_not_called(tmp_path: Pat
 def test_jobs_that_share_a_name_do_not_go_on_in_each_others_folder(tmp_path: Path) -> None:
     """The same sweep with more steps continues every job in its own folder."""
     sweep = ("-m", *SMALL, "checkpoint.resume=auto", f"run.output_dir={tmp_path}", "run.export=false")
-    for steps in (1, 2):
-        assert call_here(*sweep, "run.seed=0,1", f"run.max_steps={steps}", "run.name=both") == 0
+    for steps, more in ((1, ()), (2, ("run.log_num_zeros=true", "optimizer.max_grad_norm=0.50"))):
+        words = ("run.seed=0,1", f"run.max_steps={steps}", "run.name=both", *more)
+        assert call_here(*sweep, *words) == 0
     runs = sorted((tmp_path / "both").iterdir())
     seeds = [yaml.safe_load((run / "config.yaml").read_text())["run"]["seed"] for run in runs]
     assert seeds == [0, 1]

@@ -142,6 +142,16 @@ LARGE = {
         "adapter=lora",
         "stage=dpo",
     ],
+    "8b lora in large groups": [
+        *EIGHT_LAYERS,
+        "parallelism=fsdp2",
+        "parallelism.dp=8",
+        "parallelism.blocks_per_group=3",
+        "parallelism.prefetch_groups=1",
+        "parallelism.activation_checkpointing=full",
+        "adapter=lora",
+        "stage=pt",
+    ],
     "8b megatron in part": [
         *EIGHT_LAYERS,
         "parallelism=pp2",

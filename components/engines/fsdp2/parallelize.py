@@ -54,6 +54,7 @@ from components.engines.shared.varlen_attention import ATTENTION, ATTENTION_RECO
 from components.engines.shared.vocab_parallel import VocabularyShard
 from components.models import ModelSpec, WeightSource, materialize_buffers, nf4
 from components.models.hf_private import block_names
+from components.models.mtp import num_mtp_layers
 from components.models.scalar_head import has_scalar_head, output_head
 
 
@@ -265,9 +266,11 @@ def apply_fsdp(
         there["shard_placement_fn"] = partial(shard_dim, shards=shards, whole=whole)
         for experts in grouped:
             fully_shard(experts, reshard_after_forward=layout.reshard_after_forward, **there)
-    groups = layout.groups(decoder_blocks(scorer.lm))
-    for blocks in groups:
-        fully_shard(list(blocks), reshard_after_forward=layout.reshard_after_forward, **options)
+    blocks = decoder_blocks(scorer.lm)
+    main = len(blocks) - num_mtp_layers(scorer.lm.config)  # MTP layers do not run in every forward pass
+    groups = layout.groups(blocks[:main])
+    for group in (*groups, *layout.groups(blocks[main:])):
+        fully_shard(list(group), reshard_after_forward=layout.reshard_after_forward, **options)
     fully_shard(scorer, **options)
     if layout.prefetch_groups is not None:
         set_prefetching(groups, layout.prefetch_groups)
@@ -286,15 +289,19 @@ def apply_fsdp(
 def set_prefetching(groups: Sequence[Sequence[nn.Module]], ahead: int) -> None:
     """Let every group of blocks begin the gathers of the ``ahead`` groups that compute after it.
 
-    The gathers of experts that are split over ep ranks, which FSDP shards apart from their block, follow
-    those of the block.
+    The blocks of a group share one state of FSDP, so the first block stands for all. Experts that are split
+    over ep ranks have states of their own: those of the group itself are gathered before the next group.
     """
-    sharded = [[module for block in blocks for module in fsdp_modules(block)] for blocks in groups]
-    for number, (first, *_) in enumerate(sharded):
-        later = sharded[number + 1 : number + 1 + ahead]
-        earlier = reversed(sharded[max(number - ahead, 0) : number])
-        first.set_modules_to_forward_prefetch(list(chain.from_iterable(later)))
-        first.set_modules_to_backward_prefetch(list(chain.from_iterable(earlier)))
+    own = [[list(fsdp_modules(block)) for block in group] for group in groups]  # each block, then its experts
+    first = [blocks[0][0] for blocks in own]
+    experts = [[module for block in blocks for module in block[1:]] for blocks in own]
+    for number, module in enumerate(first):
+        later = range(number + 1, min(number + 1 + ahead, len(groups)))
+        forward = [*experts[number], *(m for n in later for m in (first[n], *experts[n]))]
+        earlier = range(number - 1, max(number - 1 - ahead, -1), -1)
+        backward = [*experts[number][::-1], *(m for n in earlier for m in (first[n], *experts[n][::-1]))]
+        module.set_modules_to_forward_prefetch(forward)
+        module.set_modules_to_backward_prefetch(backward)
 
 
 def shard_dim(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Parameter, int]) -> Shard | None:

@@ -215,6 +215,8 @@ class StepMemory:
 
     def moments(self) -> Iterator[Bytes]:
         yield self.during_first_gather()
+        if self.layout.prefetch_groups is not None:
+            yield from (self.during_forward(number) for number in range(len(self.groups)))
         yield self.during_head()
         yield from (self.during_block(number) for number in range(len(self.blocks)))
         yield self.during_embedding()
@@ -227,10 +229,26 @@ class StepMemory:
         FSDP2 copies the weights from the buffer of the all-gather. Two such buffers exist: that of the
         group, and that of the embedding, the last norm and the head, which is freed when the group begins.
         """
-        root, first = self.weights.root, self.group(0)
+        root, first = self.weights.root, self.parts_of(self.group(0))
         return {
             "gathered": self.gathered(first) + self.sent(root) + self.sent(*first),
             "activations": self.tokens * self.hidden * self.size,
+        }
+
+    def during_forward(self, number: int) -> Bytes:
+        """Return the bytes in the forward pass of a group, while weights of later groups are prefetched.
+
+        The buffer of the group's own all-gather is freed by the next group.
+        """
+        group, ahead = self.groups[number], self.layout.prefetch_groups or 0
+        kept = self.parts_of(range(group.start if self.layout.reshard_after_forward else 0, group.stop))
+        coming = self.groups[number : number + 1 + ahead]
+        last = self.blocks[group.stop - 1]
+        return {
+            "gathered": self.gathered(kept) + sum(self.sent(*self.parts_of(each)) for each in coming),
+            "activations": self.saved(group.stop, resident=1) + last.forward(self.tokens),
+            "dequantized": max(part.dequantized_bytes(self.size) for part in self.parts_of(group)),
+            "gradients": self.accumulated_grads(self.weights.parts) + self.sharded_grads(len(self.blocks)),
         }
 
     def during_head(self) -> Bytes:
@@ -241,7 +259,7 @@ class StepMemory:
         trained, result = self.weights.head > 0, self.tokens * self.hidden * self.size
         head = head_activations(self.labels, self.hidden, self.vocabulary, self.run, trained=trained)
         own = {
-            "gathered": self.gathered(kept) + self.sent(*self.group(len(self.blocks) - 1)),
+            "gathered": self.gathered(kept) + self.sent(*self.parts_of(self.groups[-1])),
             "activations": self.saved(len(self.blocks), resident=1) + self.final_norm + result,
             "gradients": gradients,
         }
@@ -262,13 +280,12 @@ class StepMemory:
         Gloo copies these weights. The gradients of all later groups have been reduced, except those of the
         next group, which are being sent. The gradients of the block's own group are reduced together.
         """
-        blocks, own = self.weights.blocks, self.weights.blocks[number]
-        size = self.layout.blocks_per_group
-        begin, end = number // size * size, min(number // size * size + size, len(blocks))
-        reshards = self.layout.reshard_after_forward
-        kept = blocks[begin if reshards else 0 : end]
-        ahead = size * (self.layout.prefetch_groups or 1)
-        coming = self.sent(*blocks[max(begin - ahead, 0) : begin]) * (2 if self.run.device == "cpu" else 1)
+        blocks, own, group = self.weights.blocks, self.weights.blocks[number], self.group(number)
+        end, reshards = group.stop, self.layout.reshard_after_forward
+        kept = blocks[group.start if reshards else 0 : end]
+        before = self.groups[: self.groups.index(group)][-(self.layout.prefetch_groups or 1) :]
+        coming = sum(self.sent(*self.parts_of(each)) for each in before)
+        coming *= 2 if self.run.device == "cpu" else 1
         # Before an MTP layer's own head, the heads of the last block and of earlier MTP layers were computed.
         pending = max(number + 1 - (len(blocks) - self.num_mtp_layers), 0)
         passing = {
@@ -279,7 +296,7 @@ class StepMemory:
             "gradients": self.sharded_grads(end)
             + self.accumulated_grads((self.weights.root, *blocks[:end]))
             + (self.weights.head + sum(block.trained for block in blocks[number:end])) * self.size,
-            "buffers": 0 if end == len(blocks) else self.reduced(*self.group(end)),
+            "buffers": 0 if end == len(blocks) else self.reduced(*self.parts_of(self.group(end))),
         }
         return add_by_name(passing, *[self.kept_by_head] * pending)
 
@@ -289,7 +306,7 @@ class StepMemory:
         return {
             "gathered": self.gathered(()),
             "gradients": self.sharded_grads(0) + self.accumulated_grads([self.weights.root]) + new,
-            "buffers": self.reduced(*self.group(0)),
+            "buffers": self.reduced(*self.parts_of(self.group(0))),
         }
 
     def before_root_reduction(self) -> Bytes:
@@ -345,9 +362,19 @@ class StepMemory:
         """Return the bytes of the gathered weights of ``blocks`` and of all modules outside of blocks."""
         return sum(part.gathered(self.size) for part in (self.weights.root, *blocks))
 
-    def group(self, number: int) -> Sequence[BlockParameters]:
-        """Return the blocks that are gathered together with block ``number``."""
-        return self.layout.groups(self.weights.blocks)[number // self.layout.blocks_per_group]
+    @cached_property
+    def groups(self) -> list[range]:
+        """The numbers of the blocks that are gathered together; those of MTP layers are in groups apart."""
+        main, number = len(self.blocks) - self.num_mtp_layers, len(self.blocks)
+        grouped = (*self.layout.groups(range(main)), *self.layout.groups(range(main, number)))
+        return [range(each[0], each[-1] + 1) for each in grouped]
+
+    def group(self, number: int) -> range:
+        """Return the numbers of the blocks that are gathered together with block ``number``."""
+        return next(group for group in self.groups if number in group)
+
+    def parts_of(self, group: range) -> Sequence[BlockParameters]:
+        return self.weights.blocks[group.start : group.stop]
 
     def sent(self, *parts: BlockParameters) -> int:
         """Return the bytes of the buffers from which all-gathers copy the weights of ``parts``."""

@@ -60,7 +60,8 @@ class SlurmJob:
         checks.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=tasks is not None)
         checks.check_restarts(run.max_restarts, tasks is not None)
         model = check_parts(experiment)
-        if ahead.mode != "check":
+        is_known = gpus or tasks is not None or run.device == "cpu" or getattr(layout, "dp", 1) is not None
+        if ahead.mode != "check" or not is_known:  # the number of ranks is that of GPUs that are not known
             return
         checks.check_batch(run.global_batch_size, run.rows_per_microbatch, layout.dp_size(world_size))
         # Without gpus_per_node, other options of SLURM may ask for GPUs, so that the device is not known.
@@ -74,7 +75,7 @@ class SlurmJob:
                 mistakes.append(mistake)
             else:
                 return
-        raise mistakes[0]
+        raise mistakes[-1]
 
     def __call__(self) -> NoReturn:
         """Run one rank and exit without a teardown, which could wait for peers: see ``rank_main.main``."""

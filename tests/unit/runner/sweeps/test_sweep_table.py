@@ -13,7 +13,8 @@ from rich.console import Console
 from components.contracts.errors import ConfigError
 from components.contracts.status import RunStatus
 from runner.config.command_line import single_job_overrides
-from runner.launch.run_record import RunRecord
+from runner.launch.checks import is_own_run
+from runner.launch.run_record import RunRecord, SweepPlace
 from runner.sweeps.job_record import JobRecord, SweepJob, are_comparable, read_job_record
 from runner.sweeps.sweep import create_sweep, finish_sweep
 from runner.sweeps.table import format_value, print_table
@@ -155,6 +156,20 @@ def test_a_job_alone_is_no_sweep() -> None:
         "--config-dir=conf",
         "seed=1",
     ]
+
+
+def test_a_job_continues_only_a_run_with_the_same_swept_values(tmp_path: Path) -> None:
+    run, words = tmp_path / "2026-01-01_00-00-00", ("run.seed=0", "optimizer.lr=0.001")
+    run.mkdir()
+    job = SweepJob(tmp_path, 0, words, words)
+    assert not is_own_run(run, job), "it has no record"
+    RunRecord(sweep=SweepPlace("s", 3, [*reversed(words)]), overrides=["run.export=False", *words]).write(run)
+    assert is_own_run(run, job)
+    assert not is_own_run(run, SweepJob(tmp_path, 0, words[:1], words[:1])), "another sweep varies less"
+    assert is_own_run(run, None)
+    assert not is_own_run(tmp_path / "2026-01-01_00-00-00_copy", None)
+    (run / "run.json").write_text('{"restarts": "often"}')
+    assert not is_own_run(run, job)
 
 
 def test_only_fractions_are_shortened() -> None:

@@ -2,11 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partialmethod
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM
 
@@ -56,6 +58,25 @@ def test_ranks_hold_every_element_as_often_as_there_are_copies(rank: list[int], 
         copies = on.dp_replicate * (on.tp if whole_on_tp else 1)
         assert (count == copies).all(), name
         assert len(parts[name]) > 1
+
+
+def test_groups_of_blocks_begin_the_gathers_of_others(
+    rank: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five layers in groups of two, and one for a later token, which runs in some passes only."""
+    rank[:] = [0, 2]
+    begun: dict[str, list[tuple[FSDPModule, list[FSDPModule]]]] = {"forward": [], "backward": []}
+    for way, calls in begun.items():
+        keep = partialmethod(lambda module, others, calls: calls.append((module, others)), calls=calls)
+        monkeypatch.setattr(FSDPModule, f"set_modules_to_{way}_prefetch", keep)
+    engine = make_engine("deep", on=fsdp2(2, blocks_per_group=2, prefetch_groups=1), mtp_layers=1)
+    layers = list(engine.scorer.lm.base_model.layers)
+    found = {
+        way: {layers.index(module): [*map(layers.index, others)] for module, others in calls}
+        for way, calls in begun.items()
+    }
+    engine.close()
+    assert found == {"forward": {0: [2], 2: [4], 4: []}, "backward": {0: [], 2: [0], 4: [2]}}
 
 
 class OfOurOwn(LlamaForCausalLM):
