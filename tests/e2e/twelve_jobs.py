@@ -68,7 +68,8 @@ def check_outcomes(sweep: Path) -> list[JobRecord]:
     assert len({record.folder for record in begun}) == len(begun) == 10
     for record in begun:
         facts = json.loads((Path(str(record.folder)) / "run.json").read_text())
-        assert facts["sweep"] == {"folder": str(sweep), "number": record.number}
+        swept = list(POINTS[record.number])
+        assert facts["sweep"] == {"folder": str(sweep), "number": record.number, "swept": swept}
     for rate in range(2):
         two_layers = records[6 * rate : 6 * rate + 6 : 2]
         first, *others = (record.loss for record in two_layers if record.status == "completed")
