@@ -95,6 +95,7 @@ SPEED = (
     "run.max_steps=16",
 )
 TOGETHER = "run.micro_batch_size=4"
+BY_TE = ("parallelism=megatron", "parallelism.transformer_impl=transformer_engine", TOGETHER)
 TWICE = ("run.micro_batch_size=8", "run.global_batch_size=8")
 OURS: Mapping[str, tuple[str, ...]] = {
     "fsdp2 eager": ENGINES["fsdp2"],
@@ -104,11 +105,8 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "fsdp2 liger": ("parallelism=single", "run.kernels=liger"),
     "megatron local": ENGINES["megatron"],
     "megatron local, 4 rows": (*ENGINES["megatron"], TOGETHER),
-    "megatron te, 4 rows": (
-        "parallelism=megatron",
-        "parallelism.transformer_impl=transformer_engine",
-        TOGETHER,
-    ),
+    "megatron te, 4 rows": BY_TE,
+    "megatron te fp8, 4 rows": (*BY_TE, "run.dtype=fp8"),
 }
 PEERS = {"transformers loop": "loop", "hf trainer": "hf", "trl": "trl"}
 
@@ -117,9 +115,11 @@ def module(name: str) -> Mapping[str, Installed]:
     return {name: lambda: find_spec(name) is not None}
 
 
+INSTALLED_TE: Mapping[str, Installed] = {"transformer-engine for torch": has_transformer_engine}
 NEEDS: Mapping[str, Mapping[str, Installed]] = {
     "fsdp2 liger": module("liger_kernel"),
-    "megatron te, 4 rows": {"transformer-engine for torch": has_transformer_engine},
+    "megatron te, 4 rows": INSTALLED_TE,
+    "megatron te fp8, 4 rows": INSTALLED_TE,
     "hf trainer": module("accelerate"),
     "trl": module("trl"),
 }

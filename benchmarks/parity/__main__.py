@@ -100,7 +100,7 @@ def chosen(asked: argparse.Namespace, table: Table) -> list[tuple[Row, list[Colu
     columns = [column for column in table.columns if asked.columns is None or column.name in asked.columns]
     rows = [row for row in table.rows if asked.rows is None or row.name in asked.rows]
     control = [table.column(table.control_column)]
-    filled = [(row, [column for column in columns if row.engine in column.engines]) for row in rows]
+    filled = [(row, [column for column in columns if column.supports(row)]) for row in rows]
     return [(row, taken) for row, taken in filled if taken] + [(row, control) for row in table.controls]
 
 
@@ -147,8 +147,8 @@ def bounds(table: Table) -> str:
 
 
 def cell(line: Line, column: Column) -> str:
-    if line.row.engine not in column.engines:
-        return f"not on {line.row.engine}"
+    if not column.supports(line.row):
+        return "refused"
     return show(line.cells.get(column.name))
 
 

@@ -50,10 +50,15 @@ class Column:
     overrides: tuple[str, ...]
     engines: tuple[str, ...] = ("fsdp2", "megatron")
     """Engines that support the column."""
+    splits_matrices: bool = True
+    """Whether layouts with tensor parallelism support the column."""
     adapted: bool = False
     """Whether a written adapter is trained. It has nonzero matrices, so that no gradient is zero."""
     bounds: tuple[float, float, float] = (BOUND, BOUND, BOUND)
     """Largest relative errors that pass: of the gradient, the loss and the gradient norm."""
+
+    def supports(self, row: "Row") -> bool:
+        return row.engine in self.engines and (self.splits_matrices or "tp" not in (row.dims or {}))
 
     @property
     def stage(self) -> str:

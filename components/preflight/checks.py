@@ -15,6 +15,7 @@ from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.contracts.hook import Hook
 from components.contracts.parallelism import ParallelismSpec
+from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.models.attention_shape import attention_shape
 from components.optimizers.muon import HEADS, Muon
@@ -57,12 +58,17 @@ def check_rehearsed_rank(rank: int | None, world_size: int) -> None:
         )
 
 
-def check_forecast(mode: str, layout: ParallelismSpec) -> None:
-    """Raise ConfigError if only a forecast is wanted but the layout has none."""
+def check_forecast(mode: str, layout: ParallelismSpec, dtype: str) -> None:
+    """Raise ConfigError if only a forecast or a rehearsal is wanted but the layout has none in ``dtype``."""
     if mode not in ("check", "prove") and not isinstance(layout, EngineLayout):
         raise ConfigError(
             f"preflight.mode: is {mode}, but only layouts of FSDP2 and Megatron have a forecast, and "
             f"parallelism is a {type(layout).__name__}; use preflight.mode=check, or another parallelism."
+        )
+    if mode == "rehearse" and dtype == "fp8" and isinstance(layout, Megatron):
+        raise ConfigError(
+            "preflight.mode: rehearse cannot call transformer-engine's float8 products, which need a real "
+            "GPU; use run.dtype=bf16, or preflight.mode=only."
         )
 
 

@@ -15,6 +15,7 @@ from components.contracts.engine import Engine, EngineOptions
 from components.contracts.hook import Hook, HookRun
 from components.contracts.loss import Loss
 from components.contracts.parallelism import ParallelismSpec
+from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.rehearsal import compiled_kernels, fake_cuda, fake_groups, fake_tensors
 from components.rehearsal.fake_weights import FakeWeightsModel
@@ -64,7 +65,7 @@ def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, fl
     options = replace(run.options, reference_model=fake(run.options.reference_model, mode))
     with mode:
         began = time.perf_counter()
-        engine = run.parallelism.build(fake(run.model, mode), run.optimizer, options)
+        engine = rehearsable(run.parallelism).build(fake(run.model, mode), run.optimizer, options)
         compiled_kernels.install(mode)
         took["build"] = time.perf_counter() - began
         shard = BatchShard(run.global_batch_size, run.micro_batch_size, engine.dp_rank, engine.dp_size)
@@ -95,6 +96,11 @@ def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, fl
         mode.step = "save"
         HostCopy().of(engine.tensors())
     return took
+
+
+def rehearsable(layout: ParallelismSpec) -> ParallelismSpec:
+    """Return ``layout`` without transformer-engine, whose kernels need real tensors."""
+    return replace(layout, transformer_impl="local") if isinstance(layout, Megatron) else layout
 
 
 def fake(model: Any, mode: RehearsalMode) -> Any:

@@ -347,7 +347,7 @@ def check_launch(
     check_place(os.environ)
     place = RankInfo.read()
     checks.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=place.launched)
-    checks.check_forecast(ahead.mode, experiment.parallelism)
+    checks.check_forecast(ahead.mode, experiment.parallelism, run.dtype)
     proves = ahead.mode == "prove"
     device = "cpu" if proves else checks.resolve_device(run.device, ahead.device_name)
     gpus = 0 if device == "cpu" else torch.accelerator.device_count()

@@ -423,6 +423,11 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "compiled Megatron": ((ON + "pp2", "run.compile=true"), "run.compile", "parallelism=fsdp2"),
     # ---- float8
     "fp8 on Megatron": ((ON + "tp2", FP8), "run.dtype: fp8", "parallelism=fsdp2"),
+    "fp8 of Megatron rehearsed": (
+        (ON + "tp2", FP8, "preflight.mode=rehearse"),
+        "preflight.mode: rehearse",
+        "preflight.mode=only",
+    ),
     "fp8 with tp": ((ON + "fsdp2_tp2", FP8), "parallelism.tp", "parallelism.tp=1"),
     "fp8 with dora": ((FP8, "adapter=dora"), "adapter.dora", "run.dtype=bf16"),
     "fp8 in 4 bits": ((FP8, "adapter=qlora"), "adapter.quantize", "run.dtype=bf16"),

@@ -50,6 +50,15 @@ def test_transformer_engine_has_the_curve_of_our_attention(tmp_path: Path, packi
         assert our == pytest.approx(their, rel=3e-2)
 
 
+@pytest.mark.skipif(not has_transformer_engine(), reason="no transformer-engine")
+def test_float8_has_nearly_the_curve_of_bf16(tmp_path: Path) -> None:
+    same = ("parallelism=megatron", "parallelism.transformer_impl=transformer_engine")
+    ours, theirs = (curves(tmp_path / dtype, *same, f"run.dtype={dtype}") for dtype in ("fp8", "bf16"))
+    assert ours != theirs
+    for (loss, _), (expected, _) in zip(ours, theirs, strict=True):
+        assert loss == pytest.approx(expected, rel=2e-2)
+
+
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputation_on_a_gpu(tmp_path: Path, recompute: str) -> None:
     ours = curves(

@@ -74,7 +74,7 @@ FAILED tests/gpu/test_a.py::test_two - AssertionError
 
 def test_each_model_has_each_program(tmp_path: Path) -> None:
     names = [cell.name for cell in cells(Place("cpu", tmp_path))]
-    assert len(names) == len(set(names)) == 4 + 11 + 2
+    assert len(names) == len(set(names)) == 4 + 12 + 2
 
 
 @pytest.mark.parametrize("part", ["tiny: fsdp2 eager", "tiny: megatron"])

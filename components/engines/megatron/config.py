@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
+from components.engines.megatron import float8
 from components.engines.megatron.checks import check_keys, check_run
 from components.engines.megatron.layout import Layout
 from components.engines.shared import process_group
@@ -61,13 +62,9 @@ class Megatron(Layout):
             raise ConfigError(
                 "run.kernels: Megatron's are those of parallelism.transformer_impl; use run.kernels=auto."
             )
-        if options.float8:
-            raise ConfigError(
-                "run.dtype: fp8 is for layouts of FSDP2. Those of Megatron would compute in float8 by "
-                "transformer-engine, which takes only multiples of 16 tokens, and a micro-batch here has any "
-                "number; use parallelism=fsdp2, or run.dtype=bf16."
-            )
         check_run(self, model, optimizer, options, world_size=world_size)
+        if options.float8:
+            float8.check(self, model, options)
         if self.transformer_config:  # else the parent process imports no megatron
             from components.engines.megatron.runtime.transformer_config import transformer_config
 

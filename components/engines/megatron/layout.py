@@ -59,6 +59,9 @@ class Layout:
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Implementation of the layers; auto uses transformer-engine if it is installed, supports the run and has
     a fast kernel for packed rows on this GPU."""
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = "tensorwise"
+    """Megatron's name of the recipe by which ``run.dtype=fp8`` rounds: with one scale per matrix, or with
+    scales of blocks of it."""
     bias_activation_fusion: bool | None = None
     """Whether SwiGLU is one function that saves only its input, compiled on a GPU. None means yes on GPUs."""
     optimizer_cpu_offload: bool = False

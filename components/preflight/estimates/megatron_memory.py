@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
-from components.engines.megatron import pipeline_split
+from components.engines.megatron import float8, pipeline_split
 from components.engines.megatron.checks import updates_whole_weights
 from components.engines.megatron.layout import Layout
 from components.models import mtp
@@ -57,13 +57,16 @@ def memory(
         own = stage_blocks([blocks[layer] for layer in layers[number]], chunks, layout) or (blocks[0],)
         stage = StageMemory(number, chunks, weights, own, vocabulary, layout, shards, step.microbatch)
         resting, built = stage.between_steps(state_bytes(optimizer)), list(stage.while_built())
+        copies = float8.COPIES if step.float8 else 0
+        resting["weights"] += copies * weights.in_layers
         if step.reference == "frozen":
             other = step.reference_model or model
             theirs = pipeline_split.chunk_layers(layout, other.config.num_hidden_layers)[number]
             weighed = count_parameters(
                 other, layout, "".join(theirs), stage_layers(layout, other)[number], None
             )
-            reference = {"reference": (weighed.trained + weighed.frozen) * run.size}
+            held = (weighed.trained + weighed.frozen) * run.size + copies * weighed.in_layers
+            reference = {"reference": held}
             resting, built = resting | reference, [moment | reference for moment in built]
         asked = [*stage.moments(), *([stage.during_reference()] if asks else [])]
         if whole:
@@ -115,6 +118,8 @@ class RankParameters:
     """Elements of ``frozen`` that are in fp32."""
     embedding: int
     """Size of an embedding or head matrix, 0 if it is frozen."""
+    in_layers: int
+    """Elements of all parameters of layers."""
     matrix: int
     """Size of the largest trained matrix of a layer."""
     tied: bool
@@ -360,6 +365,7 @@ def count_parameters(
         frozen=count([*layer, *share], trained=False),
         initial=sum(p.numel for p in layer if p.initial),
         embedding=max((p.numel for p in share if p.trained), default=0),
+        in_layers=sum(p.numel for p in layer),
         matrix=max((p.numel // max(p.number, 1) for p in layer if p.trained), default=0),
         tied=ties_embedding(model),
     )

@@ -288,6 +288,8 @@ class MegatronEngine(TrainStepEngine):
             "engine": "megatron",
             "device": str(self.device),
             "dtype": str(self.options.dtype).removeprefix("torch."),
+            "float8": {"recipe": self.layout.fp8_recipe} if self.options.float8 else {},
+            "kernels": "transformer_engine" if self.config.transformer_engine else "local",
             "world_size": dist.get_world_size(),
             "mesh": gather_mesh_info(self.layout),
             "chunks_per_stage": self.layout.vpp,

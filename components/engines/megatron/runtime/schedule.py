@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.json_types import Json
 from components.contracts.loss import Loss
+from components.engines.megatron.float8 import row_multiple
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.cp_sharding import (
     CPShard,
@@ -103,7 +104,8 @@ def run_schedule(
     if not microbatches:
         return
     routed = any(get_attr_wrapped_model(chunk, "routers") for chunk in chunks)
-    items = make_inputs(microbatches, layout, device, wanted, routed=routed)
+    multiple = row_multiple(layout) if get_model_config(chunks[0]).fp8 else 1
+    items = make_inputs(microbatches, layout, device, wanted, routed=routed, multiple=multiple)
     group = parallel_state.get_context_parallel_group()
 
     def forward_step(
@@ -145,13 +147,16 @@ def make_inputs(
     wanted: Pass,
     *,
     routed: bool = False,
+    multiple: int = 1,
 ) -> list[PipelineInput]:
     """Build the pipeline inputs on ``device``, with rows of equal length if pp > 1.
+
+    ``multiple`` divides the length of the part of a row that a rank has between two layers.
 
     Collective over data-parallel ranks with moe_token_dispatcher=allgather or moe_pad_to_capacity, because
     ranks that exchange tokens must then have the same number of tokens.
     """
-    multiple = layout.tp * layout.cp if layout.sequence_parallel else layout.cp
+    multiple *= layout.tp * layout.cp if layout.sequence_parallel else layout.cp
     lengths = [aligned_length(batch, cp=layout.cp, multiple=multiple) for batch in microbatches]
     if layout.moe_token_dispatcher == "allgather" or layout.moe_pad_to_capacity:
         agreed = torch.tensor(lengths)  # in host memory, so that the host does not wait for a GPU

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
+from components.engines.megatron import float8
 from components.engines.megatron.checks import has_latents, uses_transformer_engine
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.moe_config import read_moe_config
@@ -47,7 +48,8 @@ OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_
     "recompute_num_layers": "parallelism.recompute_num_layers",
     "moe_grouped_gemm": "parallelism.moe_grouped_gemm",
     "bias_activation_fusion": "parallelism.bias_activation_fusion",
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "run.dtype"),
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16", "fp8"), "run.dtype"),
+    "fp8_recipe": "parallelism.fp8_recipe",
     **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), "model.moe"),
 }
 """Field of Megatron's configuration -> the key of this program's configuration that determines it."""
@@ -71,6 +73,7 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOpti
         **moe_arguments(hf, layout),
         **parallelism(layout, num_mtp_layers(hf)),
         **recomputation(layout),
+        **(float8.config_fields(layout) if options.float8 else {}),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

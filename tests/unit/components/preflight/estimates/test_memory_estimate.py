@@ -56,6 +56,19 @@ def test_fp16_needs_the_memory_of_bf16(layout: str) -> None:
     assert estimate(*chosen, dtype=torch.float16) == estimate(*chosen)
 
 
+def test_transformer_engine_keeps_two_copies_of_layers_in_float8() -> None:
+    made = experiment("model=qwen3_0_6b").model
+    model = made.build(made.config())
+    chosen = ("model=qwen3_0_6b", "parallelism=pp2", "stage=dpo")
+    asked: dict[str, Any] = {"reference": "frozen"}
+    plain, rounded = (estimate(*chosen, **asked, float8=yes) for yes in (False, True))
+    added = [
+        sum(two.parts[name] - one.parts[name] for one, two in zip(plain, rounded, strict=True))
+        for name in ("weights", "reference")
+    ]
+    assert added == [2 * sum(p.numel() for p in model.model.layers.parameters())] * 2
+
+
 def test_shards_hold_the_model_between_them() -> None:
     (rank,) = estimate("model=llama3_8b", "parallelism=fsdp2", "parallelism.dp=8")
     made = experiment("model=llama3_8b").model

@@ -1,0 +1,93 @@
+"""Float8 products of Megatron's layers (``run.dtype=fp8``), which transformer-engine computes.
+
+The operands of each product are scaled and rounded: activations and weights to e4m3, and gradients of
+activations to e5m2 (``tensorwise``) or e4m3. The scales follow from the values of the same product, so a
+checkpoint does not need them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from components.contracts.engine import EngineOptions
+from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
+from components.engines.megatron.checks import uses_transformer_engine, why_no_transformer_engine
+from components.engines.megatron.layout import Layout
+
+COPIES = 2
+"""Copies of a weight in float8 that transformer-engine keeps: for the forward and for the backward pass."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The requirements of a recipe of transformer-engine."""
+
+    format: Literal["hybrid", "e4m3"]
+    """Megatron's name of the number formats: e5m2 for gradients only, or e4m3 for everything."""
+    multiple: int
+    """Number of which both sizes of each matrix in a product must be multiples."""
+    capability: tuple[int, int]
+    """The lowest compute capability of a GPU with such products."""
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "tensorwise": Recipe("hybrid", 16, (8, 9)),
+    "blockwise": Recipe("e4m3", 16, (9, 0)),
+    "mxfp8": Recipe("e4m3", 32, (10, 0)),
+}
+
+
+def check(layout: Layout, model: PreTrainedModel, options: EngineOptions) -> None:
+    """Check that transformer-engine can compute the linear layers of ``model`` in float8.
+
+    Raises:
+        ConfigError: if it does not compute this run, if a rank's part of a matrix has an unsuitable size, or
+            if this machine's GPU has no products of the recipe.
+    """
+    told = model.config, layout, options.dtype, options.device, options.adapter
+    if (reason := why_no_transformer_engine(*told)) is not None:
+        raise ConfigError(
+            f"run.dtype: fp8 with Megatron is computed by transformer-engine, but {reason}; use "
+            "parallelism=fsdp2, or run.dtype=bf16."
+        )
+    if not uses_transformer_engine(*told):
+        raise ConfigError(
+            f"parallelism.transformer_impl: is {layout.transformer_impl}, which means Megatron's own layers "
+            "here, and these do not compute in float8; use transformer_engine, or run.dtype=bf16."
+        )
+    recipe, name = RECIPES[layout.fp8_recipe], layout.fp8_recipe
+    if unsuitable := [size for size in matrix_sizes(layout, model) if size % recipe.multiple]:
+        raise ConfigError(
+            f"run.dtype: fp8 needs matrices with multiples of {recipe.multiple} rows and columns "
+            f"(parallelism.fp8_recipe={name}), and a rank has {unsuitable[0]}; use a smaller parallelism.tp, "
+            "or run.dtype=bf16."
+        )
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < recipe.capability:
+        raise ConfigError(
+            f"parallelism.fp8_recipe: {name} needs a GPU of compute capability "
+            f"{'.'.join(map(str, recipe.capability))} or above, which {torch.cuda.get_device_name()} is not; "
+            "use tensorwise."
+        )
+
+
+def matrix_sizes(layout: Layout, model: PreTrainedModel) -> list[int]:
+    """Return the numbers of rows and columns of a rank's matrices in a layer."""
+    config, head = model.config, getattr(model.config, "head_dim", None)
+    head = head or config.hidden_size // config.num_attention_heads
+    heads = config.num_attention_heads, config.num_attention_heads + 2 * config.num_key_value_heads
+    split = config.intermediate_size, *(number * head for number in heads)
+    return [config.hidden_size, *(size // layout.tp for size in split)]
+
+
+def config_fields(layout: Layout) -> Json:
+    """Return the fields of Megatron's configuration for ``layout.fp8_recipe``."""
+    return {"fp8": RECIPES[layout.fp8_recipe].format, "fp8_recipe": layout.fp8_recipe}
+
+
+def row_multiple(layout: Layout) -> int:
+    """Return the number of tokens of which a rank's part of a row must be a multiple."""
+    return RECIPES[layout.fp8_recipe].multiple
