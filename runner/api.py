@@ -9,7 +9,7 @@ from pathlib import Path
 
 from components.contracts.errors import ConfigError
 from components.contracts.status import RunStatus
-from runner.cli import application, as_mistake, execute, with_home
+from runner.cli import application, as_mistake, as_override, execute
 from runner.config.command_line import hydra_value, is_sweep
 from runner.config.unknown_keys import check_long_options
 from runner.launch.cuda_env import set_cuda_defaults
@@ -45,7 +45,7 @@ def train(experiment: Sequence[str] | Mapping[str, object] = ()) -> TrainResult:
     folders: list[Path] = []
     keys = experiment.items() if isinstance(experiment, Mapping) else ()
     words = [f"{key}={hydra_value(value)}" for key, value in keys] or [*experiment]
-    before, sys.argv = sys.argv, ["runner", *map(with_home, words)]
+    before, sys.argv = sys.argv, ["runner", *map(as_override, words)]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra would print errors and exit
     set_cuda_defaults()
     try:

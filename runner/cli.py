@@ -119,7 +119,7 @@ def command() -> int:
     os.environ.pop(SWEEP_FOLDER, None)
     try:
         check_long_options(sys.argv[1:])
-        sys.argv = [sys.argv[0], *map(with_home, sys.argv[1:])]
+        sys.argv = [sys.argv[0], *map(as_override, sys.argv[1:])]
     except ConfigError as error:
         return explained(error)
     if sys.argv[1:] == ["--version"]:  # Hydra would print its own
@@ -135,13 +135,18 @@ def command() -> int:
     return finish_sweep(Path(os.environ[SWEEP_FOLDER]), code) if SWEEP_FOLDER in os.environ else code
 
 
-def with_home(word: str) -> str:
-    """Expand ``~/`` and ``~user/``, which a shell does not expand after "=", and which Hydra cannot parse.
+def as_override(word: str) -> str:
+    """Return a word of the command line in Hydra's syntax.
+
+    ``~/`` and ``~user/`` are expanded, which a shell does not do after "=". Parts of splits, such as
+    ``train[:90%]``, are quoted.
 
     Raises:
         ConfigError: if there is no such user.
     """
-    key = word.partition("=")[0]
+    key, equals, value = word.partition("=")
+    if key.endswith(("data.split", "data.eval_split")):
+        return key + equals + re.sub(r"(?<![^,])[^,'\"()]*\[[^,'\"]*", r"'\g<0>'", value)
     return re.sub(r"(?<=[=,:\[ ])~[\w.-]*(?=/)", lambda found: expand_home(key, found[0]), word)
 
 

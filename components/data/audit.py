@@ -9,6 +9,9 @@ from rich.table import Table
 
 from components.data.store.token_store import Bools, FilterResult, TokenSequences
 
+LISTED = 10
+"""Number of bad records of a source that the audit lists."""
+
 
 @dataclass(frozen=True)
 class SourceAudit:
@@ -33,8 +36,10 @@ class SourceAudit:
     """Number of pairs left out because both answers are the same."""
     bad: int
     """Number of records left out because they cannot be read (``data.on_bad_record=skip``)."""
-    unread: tuple[str, ...]
-    """Fields that have values in some records and are not read."""
+    first_bad: tuple[str, ...]
+    """The place and the fault of the first ``LISTED`` of these records."""
+    unread: Mapping[str, int] = field(hash=False)
+    """Number of records with a value in a field that is not read, by the field's name."""
     long_prompts: int
     """Number of samples, kept or left out, whose prompt without the answer exceeds ``data.max_length``."""
     cut_prompts: int
@@ -99,7 +104,7 @@ class Audit:
         columns = [(name, split, source) for name, split in splits.items() for source in split.sources]
         for name, _, source in columns:
             table.add_column(f"{name}: {source.name}", justify="right", overflow="fold")
-        for row in fields(SourceAudit)[1:]:
+        for row in (one for one in fields(SourceAudit)[1:] if one.name != "first_bad"):
             cells = (_cell(getattr(source, row.name)) for _, _, source in columns)
             table.add_row(row.name.replace("_", " "), *cells)
         for row in fields(SplitAudit)[1:]:
@@ -134,7 +139,8 @@ def audit_source(
         unsupervised=record.left_out["unsupervised"] if with_left_out else 0,
         identical=record.left_out["identical"] if with_left_out else 0,
         bad=len(record.bad) if with_left_out else 0,
-        unread=tuple(sorted(record.unread)),
+        first_bad=tuple(f"{bad.origin}: {bad.reason}" for bad in record.bad[: LISTED * with_left_out]),
+        unread=dict(sorted(record.unread.items())),
         long_prompts=record.long_prompts if with_left_out else 0,
         cut_prompts=record.cut_prompts if with_left_out else 0,
         desirable=_share(tokens.desirable, selected),
@@ -151,9 +157,9 @@ def _share(flags: Bools | None, selected: Bools) -> float | None:
     return None if flags is None or not selected.any() else float(flags[selected].mean())
 
 
-def _cell(value: str | float | tuple[str, ...] | None) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(value) or "-"
+def _cell(value: str | float | Mapping[str, int] | None) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} ({count:,})" for name, count in value.items()) or "-"
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -33,7 +33,7 @@ _TAGS = {
 """LLaMA-Factory's tag for a role -> LLaMA-Factory's default name of the role, and this program's name."""
 _ENTRY_KEYS = (
     *("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "ranking", "subset", "split"),
-    *("num_samples", "columns", "tags"),
+    *("folder", "num_samples", "columns", "tags"),
 )
 
 
@@ -95,12 +95,13 @@ class LlamaFactoryData(RecordsData):
         limit = min(limits) if limits else None
         if "hf_hub_url" in entry:
             split = entry.get("split") or "train"
-            dataset = HubDataset(f"{option}={name}", entry["hf_hub_url"], entry.get("subset"), split)
+            repo, folder = entry["hf_hub_url"], entry.get("folder")
+            dataset = HubDataset(f"{option}={name}", repo, entry.get("subset"), split, folder=folder)
             hub = HubSource(option=option, dataset=dataset, options=options, max_samples=limit)
             return self.converting(hub)
         if "file_name" not in entry:
             raise ConfigError(f"{where}: names no file_name and no hf_hub_url; add one of them.")
-        for key, default in (("split", "train"), ("subset", None)):
+        for key, default in (("split", "train"), ("subset", None), ("folder", None)):
             if entry.get(key) not in (None, default):
                 raise ConfigError(f"{where}.{key}: a file has none; remove it, or name a file for each.")
         path = str(self._file.parent / entry["file_name"])

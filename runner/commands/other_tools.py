@@ -553,7 +553,8 @@ def axolotl_tests(work: Translation, tests: list[Any], trained: Mapping[str, Any
 FIELDS = ("instruction", "input", "output", "system", "prompt", "chosen", "rejected")
 """Our names of fields. The option ``field_NAME`` of an entry gives the name of the field in the records."""
 READ = {"path", "data_files", "ds_type", "type", "split", "name", "revision", "field", "field_messages"}
-READ |= {"message_field_role", "message_field_content", "message_property_mappings", "roles"}
+READ |= {"message_field_role", "message_field_content", "message_field_training"}
+READ |= {"message_property_mappings", "roles"}
 READ |= {f"field_{key}" for key in FIELDS}
 """The keys of an entry of ``datasets`` that are read, or have no effect."""
 USUAL: Mapping[str, tuple[Any, ...]] = {
@@ -612,6 +613,7 @@ def columns_of(item: Mapping[str, Any]) -> dict[str, object]:
         "messages": item.get("field_messages"),
         "role": mapped.get("role", item.get("message_field_role")),
         "content": mapped.get("content", item.get("message_field_content")),
+        "train": item.get("message_field_training"),
         **{key: detailed.get(f"field_{key}") for key in FIELDS},
     }
     return {ours: theirs for ours, theirs in found.items() if theirs not in (None, ours)}

@@ -383,6 +383,13 @@ def test_what_an_entry_of_axolotl_loses_is_listed(imported: Run) -> None:
     assert "datasets:" not in plain
 
 
+def test_the_flag_of_a_turn_of_axolotl(imported: Run) -> None:
+    entry = "{path: a.jsonl, type: chat_template, message_field_training: training}"
+    answer = imported("axolotl", f"base_model: x\nlearning_rate: 1e-3\ndatasets: [{entry}]")
+    check(answer, {"data.columns": {"train": "training"}})
+    assert "message_field_training" not in answer.out
+
+
 def test_fields_of_a_type_of_axolotl(imported: Run) -> None:
     kind = '{field_prompt: q, field_chosen: good, prompt_format: "Q {prompt}", system_prompt: Be brief.}'
     answer = imported("axolotl", f"base_model: x\nrl: dpo\ndatasets: [{{path: a.jsonl, type: {kind}}}]")

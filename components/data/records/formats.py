@@ -29,7 +29,7 @@ from components.data.records.samples import (
     SegmentsSample,
     TextSample,
 )
-from components.data.records.unread_fields import unread_fields
+from components.data.records.unread_fields import unread_fields, without_ignored_parts
 
 KINDS: Mapping[Format, SampleKind] = {
     "text": "text",
@@ -64,16 +64,26 @@ _LABELLED: tuple[tuple[Format, tuple[str, ...]], ...] = tuple(
 ``label`` in other data may have another meaning."""
 
 
+_UNTRAINABLE = {
+    "completions": "no stage trains on the steps of an answer; give one answer in 'completion'",
+    "input_ids": "data is tokenised here; give the text, or Megatron's .bin and .idx files",
+}
+"""Fields of formats that are not supported, each with the reason and the remedy."""
+
+
 def detect(record: Mapping[str, object], kind: SampleKind, origin: str) -> Format:
     """Return the format that the fields of ``record`` identify; ``kind`` is what the stage trains on.
 
     Raises:
-        ConfigError: if the fields match no known format, or if they are a prompt without an answer.
+        ConfigError: if the fields match no known format, or one that no stage trains on.
     """
     marks = (*_LABELLED, *_MARKS) if kind == "unpaired" else _MARKS
     for name, keys in marks:
         if all(record.get(key) is not None for key in keys):
             return name
+    for field, reason in _UNTRAINABLE.items():
+        if record.get(field) is not None:
+            raise ConfigError(f"{origin}: has a field {field!r}, and {reason}.")
     if record.get("prompt") is not None:
         raise ConfigError(
             f"{origin}: is a prompt without an answer, which no stage trains on.\n"
@@ -97,8 +107,8 @@ def normalize(given: Record | PairAnswer, options: RecordOptions, origin: str) -
         pair, unread = normalize(given.record, options, origin)
         assert isinstance(pair, PreferenceSample)
         return pair.unpaired(given.chosen), unread
-    record = renamed(given, options)
-    unread = unnamed(given, options) + unread_fields(record, options, origin)
+    record, parts = without_ignored_parts(renamed(given, options), options)
+    unread = unnamed(given, options) + unread_fields(record, options, origin) + parts
     return _sample(record, options, origin), unread
 
 

@@ -1,12 +1,17 @@
 """Records of data sets that the ``datasets`` library loads: from the Hugging Face hub, or from a folder."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.contracts.errors import ConfigError
 from components.data.records.record_files import Item, Reading, Records, without_nulls
 from components.json_text import one_line
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -23,6 +28,8 @@ class HubDataset:
     split: str = "train"
     """A split, or a part of one in the notation of ``datasets``: ``train[:90%]``."""
     revision: str | None = None
+    folder: str | None = None
+    """The folder in the data set's repository that is read. None means the whole repository."""
 
     @property
     def name(self) -> str:
@@ -58,9 +65,16 @@ class HubDataset:
         """
         import datasets  # takes half a second, and only this source needs it
 
+        if not Path(self.repo).exists():
+            read_cache_without_network(self.repo)
         try:
             loaded = datasets.load_dataset(
-                self.repo, self.subset, split=self.split, revision=self.revision, streaming=streaming
+                self.repo,
+                self.subset,
+                data_dir=self.folder,
+                split=self.split,
+                revision=self.revision,
+                streaming=streaming,
             )
         except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise ConfigError(
@@ -68,3 +82,19 @@ class HubDataset:
                 "Check the name, data.subset, data.split and the network, or give a file."
             ) from error
         return loaded
+
+
+@cache
+def read_cache_without_network(repo: str) -> None:
+    """Make ``datasets`` read only its cache if the hub cannot be reached; it would try for half a minute."""
+    import datasets
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        HfApi().dataset_info(repo, timeout=10)
+    except (HfHubHTTPError, HFValidationError):
+        return  # ``datasets`` explains the hub's answer
+    except Exception as error:  # noqa: BLE001  its class is that of the HTTP library, which varies
+        log.info("hub: cannot be reached (%s), so only its cache is read", one_line(error))
+        datasets.config.HF_HUB_OFFLINE = True

@@ -173,6 +173,9 @@ def _parts(parts: list[object], where: str, origin: str) -> Message:
         text = part.get(_present(part, "text", "value")) if isinstance(part, dict) else None
         kind = part.get("type", "text") if isinstance(part, dict) else None
         if kind not in found or not isinstance(text, str):
+            if isinstance(kind, str) and kind not in found:
+                remedy = f"Remove it, or set data.ignore_fields=[{kind}] to train without it."
+                fail(origin, f"{where} has a part of type {kind!r}, and only text can be trained on", remedy)
             fail(origin, f"{where} has a part that is not text", "Only text can be trained on; remove it.")
         assert isinstance(part, dict)
         if any(part.get(flag) is not None for flag in _FLAGS):

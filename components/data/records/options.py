@@ -28,7 +28,7 @@ FIELDS = (
     *("segments", "messages", "conversations", "chosen", "rejected", "chosen_messages", "rejected_messages"),
     *("history", "tools", "label", "kto_tag", "margin", "chat_template_kwargs", "images", "videos", "audios"),
 )
-MESSAGE_KEYS = ("role", "content")
+MESSAGE_KEYS = ("role", "content", "train")
 RESERVED = (
     *("messages", "tools", "tokenize", "add_generation_prompt", "chat_template"),
     "continue_final_message",
@@ -46,7 +46,7 @@ class RecordOptions:
 
     format: Literal["auto"] | Format = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Name of a field, or ``role`` or ``content`` for messages -> its name in the records."""
+    """Name of a field, or one of ``MESSAGE_KEYS`` for messages -> its name in the records."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """Name of a role in the records -> the role that it stands for."""
     only_columns: bool = False

@@ -75,6 +75,41 @@ def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: 
     return names
 
 
+def without_ignored_parts(
+    record: Mapping[str, object], options: RecordOptions
+) -> tuple[Mapping[str, object], list[str]]:
+    """Return the record without the parts of contents whose type ``data.ignore_fields`` names.
+
+    The list has the types that were left out, each as ``FIELD[].content[].TYPE``.
+    """
+    left_out: dict[str, None] = {}
+
+    def is_kept(field: str, part: object) -> bool:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in options.ignore_fields:
+            left_out[f"{field}[].content[].{kind}"] = None
+        return kind not in options.ignore_fields
+
+    def kept(field: str, message: object) -> object:
+        if not isinstance(message, dict):
+            return message
+        parts = {key: value for key, value in message.items() if isinstance(value, list)}
+        return message | {
+            key: [part for part in value if is_kept(field, part)]
+            for key, value in parts.items()
+            if key in ("content", "value")
+        }
+
+    if not options.ignore_fields:
+        return record, []
+    whole = {
+        name: [kept(name, item) for item in value] if isinstance(value, list) else kept(name, value)
+        for name, value in record.items()
+        if name not in _ALWAYS
+    }
+    return {**record, **whole}, list(left_out)
+
+
 def _displaced(record: Mapping[str, object], format: Format) -> Iterator[str]:
     """Yield the fields that are not read because others of the record are read in their place."""
     for name, other in _ALTERNATIVES.get(format, ()):

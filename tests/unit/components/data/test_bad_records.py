@@ -71,12 +71,15 @@ def test_bad_records_are_left_out_and_named(
     prepared = prepare(tmp_path, LINES, tokenizer, on_bad_record="skip", num_workers=num_workers)
     audit = prepared.audit.train.sources[0]
     assert (audit.samples, audit.bad, audit.unsupervised) == (6, 4, 1)
+    places = [f"{tmp_path}/x.jsonl:{line}" for line in (4, 5, 7, 8)]
+    assert [line.partition(": ")[0] for line in audit.first_bad] == places
+    assert audit.first_bad[1].partition(": ")[2].startswith("malformed JSON")
     assert any("4 record(s) that cannot be read are left out" in line for line in prepared.audit.warnings())
     run = tmp_path / "run"
     run.mkdir()
     prepared.write_bad_records(run)
     rows = [json.loads(line) for line in (run / "bad_records.jsonl").read_text().splitlines()]
-    assert [row["origin"] for row in rows] == [f"{tmp_path}/x.jsonl:{line}" for line in (4, 5, 7, 8)]
+    assert [row["origin"] for row in rows] == places
     assert [row["source"] for row in rows] == ["data.train"] * 4
     assert rows[1]["reason"].startswith("malformed JSON")
     # The samples keep the numbers of their records.

@@ -96,6 +96,15 @@ def prepare(
     return data.prepare(kind, tokenizer, seed=0, global_batch_size=1, max_steps=1, epochs=None)
 
 
+def trained(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, sequence: int = 0) -> str:
+    """Return the targets of a sequence."""
+    stored = prepared.train.stores[0].open()
+    length = int(stored.lengths[sequence])
+    tokens, mask = stored.tokens(sequence, 0, length), stored.mask(sequence, 0, length)
+    text: str = tokenizer.decode(tokens[mask])
+    return text
+
+
 def first_text(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> str:
     tokens = prepared.train.stores[0].open()
     text: str = tokenizer.decode(tokens.tokens(0, 0, int(tokens.lengths[0])))
@@ -116,6 +125,32 @@ def test_an_entry(
     prepared = prepare(tmp_path, kind, tokenizer)
     assert prepared.audit.train.sources[0].samples == 3
     assert first_text(prepared, tokenizer) == text
+    answers = "".join(piece for piece in ("A0<|im_end|>", "A<|im_end|>") if piece in text)
+    assert trained(prepared, tokenizer) == (answers or text)
+    if kind == "preference":
+        assert trained(prepared, tokenizer, 1) == "B<|im_end|>"
+    if kind == "unpaired":
+        label = record.get("label", record.get("good"))
+        assert prepared.train.stores[0].open().desirable.tolist() == [label] * 3
+
+
+def test_the_turns_of_the_assistant_are_trained_on(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    call = '{"name": "f", "arguments": {}}'
+    turns = [
+        TURNS[0],
+        {"from": "function_call", "value": call},
+        {"from": "observation", "value": "7"},
+        TURNS[1],
+    ]
+    (tmp_path / "a.json").write_text(json.dumps([{"conversations": [*turns, *TURNS]}]))
+    describe(tmp_path, {"mine": {"file_name": "a.json", "formatting": "sharegpt"}})
+    called, first, last, rest = trained(prepare(tmp_path, "chat", tokenizer), tokenizer).split("<|im_end|>")
+    assert '"f"' in called
+    assert (first, last, rest) == ("A", "A", "")
+    masked = prepare(tmp_path, "chat", tokenizer, mask_history=True)
+    assert trained(masked, tokenizer) == "A<|im_end|>"
 
 
 def test_several_data_sets_some_of_their_samples_and_what_is_not_named(
@@ -130,7 +165,7 @@ def test_several_data_sets_some_of_their_samples_and_what_is_not_named(
     fewer = prepare(tmp_path, "chat", tokenizer, "a, b", max_samples=1)
     assert [source.samples for source in fewer.audit.train.sources] == [1, 1]
     assert prepare(tmp_path, "chat", tokenizer, ("a", "b")).audit.train == prepared.audit.train
-    assert prepared.audit.train.sources[0].unread == ("id",)
+    assert prepared.audit.train.sources[0].unread == {"id": 2}
     assert prepared.audit.eval.keys() == {"eval"}
     both = prepare(tmp_path, "chat", tokenizer, "a, b", eval_dataset="a, b")
     assert both.audit.eval.keys() == {"eval/a", "eval/b"}
@@ -146,7 +181,7 @@ def test_images_are_refused_by_name(tmp_path: Path, tokenizer: PreTrainedTokeniz
     with pytest.raises(RecordError, match=r"'images', and only text .* data.ignore_fields=\[images\]"):
         prepare(tmp_path, "chat", tokenizer)
     prepared = prepare(tmp_path, "chat", tokenizer, ignore_fields=["images"])
-    assert prepared.audit.train.sources[0].unread == ("images",)
+    assert prepared.audit.train.sources[0].unread == {"images": 1}
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {

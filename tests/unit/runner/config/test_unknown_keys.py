@@ -8,6 +8,7 @@ import yaml
 
 from benchmarks.compose import composed
 from components.contracts.errors import ConfigError
+from runner.config.renamed_keys import RENAMED
 from runner.config.unknown_keys import (
     check_long_options,
     counterpart,
@@ -51,6 +52,16 @@ def test_what_an_option_is_here_exists(tool: str, word: str, known: set[str]) ->
         assert {name for word in given for name in word.strip("[]").split(",")} - {""} <= options
     elif not ours.startswith("python -m runner.report"):
         assert key in known
+
+
+@pytest.mark.parametrize(("tool", "word"), WORDS, ids="-".join)
+def test_an_option_on_the_command_line_is_answered_in_two_lines(
+    tool: str, word: str, known: set[str]
+) -> None:
+    told = str(unknown_key(f"run.{word}", "the command line", known))
+    assert len(told.splitlines()) <= 2
+    answers = [rows[word].here for rows in dictionary().values() if word in rows]
+    assert f"run.{word}" in RENAMED or any(answer in told for answer in answers)
 
 
 @pytest.mark.parametrize(

@@ -334,6 +334,24 @@ def test_options_of_conversations() -> None:
     assert found == ChatSample([U, A], None, template_kwargs={"a": 1, "b": 3})
 
 
+def test_a_flag_of_another_name_excludes_a_turn() -> None:
+    options = RecordOptions(format="messages", columns={"train": "training"})
+    record = {"messages": [U, {**A, "training": False}, U2, {**A2, "training": True}]}
+    assert normalize(record, options, "f:1") == (ChatSample([U, A, U2, A2], None, frozenset({1})), [])
+
+
+def test_parts_that_are_ignored_are_named() -> None:
+    image = {"type": "image_url", "image_url": {"url": "a.png"}}
+    record = {"messages": [{"role": "user", "content": [image, {"type": "text", "text": "U"}]}, A]}
+    with pytest.raises(RecordError, match=r"of type 'image_url', .* data\.ignore_fields=\[image_url\]"):
+        normalize(record, RecordOptions(format="messages"), "f:1")
+    options = RecordOptions(format="messages", ignore_fields=("image_url",))
+    assert normalize(record, options, "f:1") == (
+        ChatSample([U, A], None),
+        ["messages[].content[].image_url"],
+    )
+
+
 def test_names_of_columns_and_roles() -> None:
     options = RecordOptions(
         format="messages",

@@ -61,7 +61,7 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
     "image": (
         "messages",
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, A]},
-        "messages[0] has a part that is not text",
+        "messages[0] has a part of type 'image_url', and only text can be trained on",
     ),
     "answer-first": ("sharegpt", {"conversations": [GPT, HUMAN, GPT]}, "message 0 (assistant) is the first"),
     "stray-observation": (
@@ -205,6 +205,21 @@ PLAIN: dict[str, tuple[Format, dict[str, Any], str]] = {
 def test_strings_that_cannot_be_plain(format: Format, record: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=message):
         normalize(record, RecordOptions(format=format), "data.jsonl:12")
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (
+            {"prompt": "Q", "completions": ["A"], "labels": [True]},
+            "no stage trains on the steps of an answer",
+        ),
+        ({"input_ids": [1], "labels": [1]}, "data is tokenised here"),
+    ],
+)
+def test_formats_of_other_tools_that_are_not_trained_on(record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^data\.jsonl:1: has a field .*{reason}"):
+        detect(record, "chat", "data.jsonl:1")
 
 
 @pytest.mark.parametrize(

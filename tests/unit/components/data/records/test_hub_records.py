@@ -9,7 +9,7 @@ import pytest
 from components.contracts.errors import ConfigError
 from components.data import FilesData
 from components.data.data_sources import HubSource
-from components.data.records.hub_records import HubDataset
+from components.data.records.hub_records import HubDataset, read_cache_without_network
 
 
 @pytest.fixture
@@ -79,6 +79,41 @@ def test_the_split_of_the_training_data_is_not_that_of_another_data_set(repo: st
         ConfigError, match=r"data\.eval_split: data\.split is that of the training data; name"
     ):
         FilesData(train=f"hub:{repo}", split="train[:50%]", eval=f"hub:{repo}")
+
+
+def test_a_folder_and_a_subset_of_a_data_set(repo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("code", "prose"):
+        (Path(repo) / name).mkdir()
+        (Path(repo) / name / "train.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    assert texts(HubDataset("data.train", repo, folder="code")) == ["code"]
+    subset = "configs:\n- {config_name: prose, data_files: prose/train.jsonl}\n"
+    (Path(repo) / "README.md").write_text(f"---\n{subset}---\n")
+    assert texts(HubDataset("data.train", repo, "prose")) == ["prose"]
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **options: asked.update(options))
+    HubDataset("data.train", repo, revision="v2").records()
+    assert asked["revision"] == "v2"
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_route(*_: object, **__: object) -> None:
+        asked.append(1)
+        raise ConnectionError("no route")
+
+    asked: list[int] = []
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", no_route)
+    read_cache_without_network.cache_clear()
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=r"data\.train: hub:nobody/nothing cannot be loaded \(.*\)\.\nCheck"
+        ):
+            HubDataset("data.train", "nobody/nothing").fingerprint()
+    assert asked == [1]
+    assert "Retrying" not in caplog.text
 
 
 def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from tokenizers.processors import ByteLevel, TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from components.contracts.errors import ConfigError
-from components.data.records.samples import ChatSample, PreferenceSample, TextSample
+from components.data.records.samples import ChatSample, PreferenceSample, SegmentsSample, TextSample
 from components.data.tokenize import template_limits
 from components.data.tokenize.chat import Encoded, encode_sample
 from components.data.tokenizer import PATH
@@ -115,6 +115,20 @@ def encode_chat(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBa
         origin="data.json:7",
     )
     return encoded
+
+
+def test_only_segments_with_a_label_are_trained_on() -> None:
+    segments = (
+        ("<|im_start|>user\nU<|im_end|>\n", False),
+        ("A<|im_end|>", True),
+        ("\nB", False),
+        (" C", True),
+    )
+    tokenizer = make_tokenizer()
+    [encoded] = encode_sample(SegmentsSample(segments), tokenizer, train_on_prompt=False, origin="a:1")
+    assert targets(encoded, tokenizer) == ["A<|im_end|>", " C"]
+    assert tokenizer.decode(encoded.input_ids) == "".join(text for text, _ in segments)
+    assert encoded.prompt_length == len(tokenizer(segments[0][0], add_special_tokens=False)["input_ids"])
 
 
 def with_stop(stop: str, before: str = "") -> list[str]:
