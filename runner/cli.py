@@ -51,6 +51,8 @@ EXECUTION = str(Path(__file__).parent / "launch" / "run.py")
 run. Tracebacks are searched for both."""
 WRONG = (errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
 """Error numbers for a path that is too long, or that names a folder instead of a file or the reverse."""
+COMMANDS = ("evaluate", "generate", "chat", "export", "report", "import_config")
+"""Modules of ``runner`` that are commands, which a user may take for words of this one."""
 HOME = re.compile(r"~[\w.-]*/")
 
 
@@ -342,12 +344,29 @@ def short_message(error: Exception) -> str:
             return f"{group}.{name} (the command line): is not chosen; choose it: {group}=[{first}{name}]."
     if key := re.search(r"(?:Could not override|Key) '([^']+)'", text):
         return unread_key(key[1])
+    if several := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
+        return several_values(*several.groups())
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
-        if Path(str(error.override)).suffix in (".yaml", ".yml", ".json"):
-            return f"{error.override}: is no option; use python -m runner.import_config TOOL FILE for a file."
-        return f"{error.override} (the command line): is not KEY=VALUE: {lines[0]}; correct it, or quote it."
+        return no_override(str(error.override), lines[0])
     return " ".join(lines[:2]) or f"{config_dirs()[-1]}: {type(error).__name__} in a file there; correct it."
+
+
+def no_override(word: str, reason: str) -> str:
+    """Return the message for a word of the command line that Hydra cannot parse."""
+    if word in COMMANDS:
+        return f"{word}: is a command of its own; use python -m runner.{word}."
+    if Path(word).suffix in (".yaml", ".yml", ".json"):
+        return f"{word}: is no option; use python -m runner.import_config TOOL FILE for a file."
+    return f"{word} (the command line): is not KEY=VALUE: {reason}; correct it, or quote it."
+
+
+def several_values(key: str, values: str) -> str:
+    """Return the message for values with commas on a command line that starts no sweep."""
+    if key not in known_keys() and not group_options(key):
+        return unread_key(key)
+    word = f"{key}={values} (the command line)"
+    return f"{word}: has several values; use {key}=[{values}] for a list, or -m for a sweep."
 
 
 def unread_key(key: str) -> str:

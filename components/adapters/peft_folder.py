@@ -15,6 +15,7 @@ from components.models import nf4
 from components.models.export.hf_file_names import Rename
 from components.models.generate import amend
 from components.models.pretrained import open_file
+from components.run_exports import hint_for_run
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 BASE, REVISION = "base_model_name_or_path", "revision"
@@ -65,7 +66,10 @@ class Settings:
 def adapter_file(path: str, name: str) -> Path:
     file = Path(path).expanduser() / name
     if not file.is_file():
-        raise ConfigError(f"adapter.path: {path} has no {name}; give the folder of a saved adapter.")
+        raise ConfigError(
+            f"adapter.path: {path} has no {name}; give the folder of a saved adapter."
+            f"{hint_for_run(file.parent)}"
+        )
     return file
 
 

@@ -19,6 +19,7 @@ from components.checkpoint.folder import (
 )
 from components.checkpoint.safe_reader import read_metadata
 from components.contracts.errors import ConfigError
+from components.run_exports import hint_for_run
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +150,9 @@ def find_checkpoint(option: str, path: str) -> Path:
         raise ConfigError(f"{option}: {path} was never completed; take another checkpoint of its run.")
     if newest_one is None:
         reason = "holds no complete checkpoint" if given.is_dir() else "is not a folder"
-        raise ConfigError(f"{option}: {path} {reason}; give a run folder or a checkpoint folder.")
+        raise ConfigError(
+            f"{option}: {path} {reason}; give a run folder or a checkpoint folder.{hint_for_run(given)}"
+        )
     return newest_one
 
 

@@ -110,10 +110,9 @@ class LlamaFactoryData(RecordsData):
     def _entry(self, option: str, name: str) -> Json:
         entry = self._entries.get(name)
         if not isinstance(entry, dict):
-            near = get_close_matches(name, self._entries, n=3) or sorted(self._entries)[:10]
-            raise ConfigError(
-                f"{option}: {self._file} describes no data set {name!r}; use one of {', '.join(near)}."
-            )
+            near = get_close_matches(name, self._entries, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(self._entries)[:10])}."
+            raise ConfigError(f"{option}: {self._file} describes no data set {name!r}; {hint}")
         return entry
 
     def _options(self, entry: Json, where: str) -> RecordOptions:

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.json_text import one_line, read_json
+from components.run_exports import hint_for_run
 
 INVALID = (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError)
 """Exceptions of transformers for configurations that it cannot build."""
@@ -78,6 +79,7 @@ def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig
     if not path.is_file():
         raise ConfigError(
             f"model.path: {folder} has no config.json; give the folder of a saved transformers model."
+            f"{hint_for_run(folder)}"
         )
     raw = read_json(path)
     model_type = raw.get("model_type")

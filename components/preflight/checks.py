@@ -188,12 +188,24 @@ def check_model_fits_data(
         )
 
 
-def check_evaluation(key: str, wanted: float, has_eval: bool) -> None:
-    """Raise ConfigError if evaluations are due without data for them."""
+def check_evaluation(key: str, wanted: float, has_eval: bool, option: str) -> None:
+    """Raise ConfigError if evaluations are due without data for them, which ``option`` would name."""
     if wanted and not has_eval:
         raise ConfigError(
-            f"run.{key}: is {wanted}, but there is no evaluation data; set data.eval or "
+            f"run.{key}: is {wanted}, but there is no evaluation data; set {option} or "
             f"data.eval_fraction, or use run.{key}={'false' if key == 'eval_on_start' else 0}."
+        )
+
+
+def check_evaluated_reference(choice: str, *, other: bool) -> None:
+    """Raise ConfigError if weights without their run would be evaluated against themselves.
+
+    ``choice`` is ``ReferenceSource.choice``, and ``other`` whether the reference is another model.
+    """
+    if choice in ("frozen", "precomputed") and not other:
+        raise ConfigError(
+            f"stage.reference: is {choice}, but without a run, the evaluated weights would be their own "
+            "reference, and all rewards 0; set stage.reference_path to the model before this training."
         )
 
 
@@ -217,13 +229,13 @@ def check_head_dim(optimizer: object, model: PreTrainedModel, *, adapted: bool) 
         )
 
 
-def check_evaluate_only(has_eval: bool, hooks: Iterable[str]) -> None:
-    """Raise ConfigError if a run that only evaluates has hooks, or has no evaluation data."""
+def check_evaluate_only(has_eval: bool, hooks: Iterable[str], option: str) -> None:
+    """Raise ConfigError if a run that only evaluates has hooks or no data, which ``option`` would name."""
     if hooks := sorted(hooks):
         raise ConfigError(f"hook.{hooks[0]}: run.evaluate_only trains nothing to observe; leave it out.")
     if not has_eval:
         raise ConfigError(
-            "run.evaluate_only: there is no evaluation data; set data.eval or data.eval_fraction."
+            f"run.evaluate_only: there is no evaluation data; set {option} or data.eval_fraction."
         )
 
 

@@ -55,7 +55,10 @@ def check_watched_metric(metric: str, loss: Loss, key: str) -> None:
     names = metric_names(loss)
     if evaluation_set(metric, names) is None:
         known = ", ".join(f"eval/{name}" for name in names)
-        raise ConfigError(f"{key}: evaluations do not report {metric!r}; use one of {known}.")
+        raise ConfigError(
+            f"{key}: evaluations do not report {metric!r}; use one of {known}. A set NAME of data.eval has "
+            f"its own, such as eval/NAME/{names[0]}."
+        )
 
 
 def check_watched_set(metric: str, loss: Loss, sets: Collection[str], key: str) -> None:

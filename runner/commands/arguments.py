@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from components.contracts.errors import ConfigError
 from components.home import expand_home
@@ -25,6 +26,8 @@ def parse_pairs(
     given: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
+        if not equals and "checkpoint" in keys and Path(argument).exists():
+            raise ConfigError(f"{argument}: is not KEY=VALUE; use checkpoint={argument}.")
         if key not in keys or not equals:
             raise ConfigError(f"{argument}: is not KEY=VALUE with a known key; {did_you_mean(key, keys)}")
         allowed = keys[key]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
+from components.models.remote_code import brings_code
 from runner import cli
 from runner.commands.arguments import first_line, trusted_modules
 from runner.config.command_line import hydra_value, long_flags
@@ -52,6 +53,8 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
     named = [word.partition("=")[2] for word in arguments if word.startswith("checkpoint=")]
     if len(named) != 1:
         have = "is given twice" if named else "is missing"
+        if not named and (bare := next((word for word in given if Path(word).exists()), None)):
+            have = f"is missing, and {bare} is not KEY=VALUE: use checkpoint={bare}"
         raise ConfigError(f"checkpoint: {have}; give one. Usage: {first_line(__doc__)}")
     folder = Path(expand_home("checkpoint", named[0])).absolute()
     if (folder / ADAPTER_CONFIG).is_file():
@@ -147,6 +150,8 @@ def stage_of(overrides: Sequence[str]) -> str:
 def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
     """Raise ConfigError if the options of a run name code that the user has not trusted."""
     trusted = [module for word in given if word.startswith("trust=") for module in trusted_modules(word[6:])]
+    paths = [word.partition("=")[2] for word in recorded if name_of(word) == "model.path"]
+    path = str(cli.value_of(f"model.path={paths[-1]}")) if paths else None
     for word in recorded:
         classes = _CLASS.findall(word)
         if len(classes) < word.count("_target_") or not all(is_trusted(name, trusted) for name in classes):
@@ -155,7 +160,7 @@ def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
                 "folder may not; if you know the code, give trust=[MODULE]."
             )
         allows = "trust_remote_code" in word and not word.lower().endswith("=false")
-        if allows and "model.trust_remote_code" not in map(name_of, given):
+        if allows and "model.trust_remote_code" not in map(name_of, given) and brings_code(path):
             raise ConfigError(
                 f"{name_of(word)} (run.json): the run allowed code that its model brings; read it, then give "
                 "model.trust_remote_code=true."

@@ -71,6 +71,11 @@ class Translation:
         tables = (dictionary()[table] for table in documents()[1][self.tool]["tables"])
         return next((table[name] for table in tables if name in table), None)
 
+    def names_of(self, key: str) -> list[str]:
+        """Return the options of the file whose equivalent is ``key``."""
+        rows = ((name, self.row(name)) for name in self.given)
+        return [name for name, row in rows if row is not None and row.here.partition("=")[0] == key]
+
     def reason(self, kind: str, name: str, *, exact: bool) -> str | None:
         """Return why an option is ``not_needed`` or has ``no_equivalent``. None means that it is neither.
 
@@ -125,12 +130,22 @@ def translate(
         work.checks["stage.reference"] = "the reference is the model without the adapter, as in LLaMA-Factory"
     if work.tool == "llamafactory" and work.given.get("template") not in (None, "llama3", "chatml"):
         work.skip("template", "the template of the tokenizer is used; compare it, see docs/data.md")
+    elif work.tool == "llamafactory" and "template" in work.given:
+        work.checks["model.chat_template"] = "leave it out if the tokenizer has this template itself"
     {"llamafactory": dataset_info, "axolotl": axolotl_datasets, "trl": hub_dataset}[tool](work)
     for name in list(work.left):
         convert(work, name)
     if any(name.startswith("metric_for_best_model=") for name in work.missing):
         for key in [key for key in work.words if key.startswith(("checkpoint.keep_best", "early_stopping."))]:
             del work.words[key]  # they would watch the loss, in the direction of the other metric
+    leave_out_of_adapter(work)
+    name_runs(work)
+    if "data.eval" not in work.checks and not {*EVALUATED} & {*work.words}:
+        leave_out_evaluations(work)
+    if "checkpoint.keep_best" in work.words:
+        work.checks["checkpoint.keep_best"] = (
+            "the export of a run is of its last step; the summary of the run has the command for the best"
+        )
     if any(key.startswith("logger.wandb.") for key in work.words):
         work.words["logger"] = "[jsonl,console,wandb]"
     leave_out_unread(work)
@@ -667,6 +682,40 @@ def listed(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
+EVALUATED = ("data.eval", "data.eval_dataset", "data.eval_fraction", "data.eval_split")
+"""Keys, any one of which gives a run data to evaluate on."""
+OF_ADAPTER = ("r", "alpha", "target_modules", "rslora", "modules_to_save", "dora", "init_lora_weights")
+"""Keys of the group ``adapter`` whose values a saved adapter has."""
+
+
+def leave_out_of_adapter(work: Translation) -> None:
+    """Remove the overrides that a saved adapter (``adapter.path``) decides."""
+    if "adapter.path" not in work.words:
+        return
+    for key in (f"adapter.{name}" for name in OF_ADAPTER):
+        if work.words.pop(key, None) is not None:
+            work.checks.pop(key, None)
+            work.needless.update(dict.fromkeys(work.names_of(key), "the saved adapter has it"))
+
+
+def name_runs(work: Translation) -> None:
+    """Add a note to paths that may be the ``output_dir`` of another command of that tool."""
+    for key in ("adapter.path", "model.path", "stage.reference_path"):
+        path = Path(str(work.words.get(key, "")))
+        is_local = path.is_absolute() or path.parts[:1] == ("saves",) or len(path.parts) > 2  # no hub id
+        is_saved = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+        if is_local and not is_saved:
+            work.checks[key] = "if another command writes this folder, give the export of its run here"
+
+
+def leave_out_evaluations(work: Translation) -> None:
+    """Remove the overrides that need evaluations, for which no data is left."""
+    for key in list(work.words):
+        if key.startswith(("run.eval_every", "checkpoint.keep_best", "early_stopping.")):
+            del work.words[key]
+            work.needless.update(dict.fromkeys(work.names_of(key), "there is no evaluation data"))
+
+
 def leave_out_unread(work: Translation) -> None:
     """Remove the overrides of keys that the chosen option of their group does not have."""
     chosen = {"parallelism": "single", "scheduler": "cosine", "optimizer": "adamw", "adapter": "none"}
@@ -676,8 +725,5 @@ def leave_out_unread(work: Translation) -> None:
             continue
         option = str(work.words.get(group) or chosen[group])
         if rest.split(".")[0] not in keys_of(group, option):
-            for name in work.given:
-                row = work.row(name)
-                if row is not None and row.here == key:
-                    work.needless[name] = f"{group}={option} does not read {key}"
+            work.needless.update(dict.fromkeys(work.names_of(key), f"{group}={option} does not read {key}"))
             del work.words[key]

@@ -18,6 +18,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.records.options import RESERVED, RecordOptions
 from components.models.generate import load_model, use_plain_decoding
+from components.models.remote_code import brings_code
 from components.models.scalar_head import SCORE, is_classifier
 from runner.commands.arguments import trusted_modules
 from runner.config.instantiate import build_component
@@ -47,7 +48,8 @@ def read_checkpoint(given: Mapping[str, str]) -> tuple[CheckpointModel, torch.dt
         )
     where = ConfigSources(run_folder=run, trusted=trusted_modules(given.get("trust", "[]")))
     model, adapter = (build_component(group, config[group], where) for group in ("model", "adapter"))
-    if model.trust_remote_code and given.get("trust_remote_code") != "true":
+    is_trusted = given.get("trust_remote_code") == "true" or not brings_code(model.path)
+    if model.trust_remote_code and not is_trusted:
         raise ConfigError(
             f"model.trust_remote_code ({where.of('model')}): is true, so {model.path} brings its own code; "
             "read it, then give trust_remote_code=true."

@@ -94,6 +94,11 @@ class RunPreparation:
         """Return whether ``checkpoint.resume=auto`` may continue the run in ``folder``."""
         return is_own_run(folder, self.where.sweep_job)
 
+    @property
+    def evaluation_data(self) -> str:
+        """The option that names evaluation data."""
+        return "data.eval_dataset" if "eval_dataset" in self.config["data"] else "data.eval"
+
     def inspect(self) -> PreparedRun:
         """Run all checks that need no ranks, and prepare the data.
 
@@ -205,12 +210,12 @@ class RunPreparation:
         if checkpoint.resume != "auto":  # "auto" uses init_from if there is no checkpoint to resume from
             checks.check_start(self.config["checkpoint"]["init_from"], resume)
         if run.evaluate_only:
-            checks.check_evaluate_only(bool(data.eval), experiment.hook)
+            checks.check_evaluate_only(bool(data.eval), experiment.hook, self.evaluation_data)
             return resume
         for key, metric in watched_metrics(experiment).items():
             check_watched_set(metric, experiment.stage, data.eval, key)
         for name in ("eval_every", "eval_every_epochs", "eval_on_start"):
-            checks.check_evaluation(name, getattr(run, name), bool(data.eval))
+            checks.check_evaluation(name, getattr(run, name), bool(data.eval), self.evaluation_data)
         due = run.evaluates_after_steps or checks.may_request_evaluations(experiment.hook)
         checks.check_evaluating_hooks(experiment.hook, evaluates=bool(data.eval) and due)
         left, profiler = data.num_steps - checks.steps_done(resume), experiment.profiler
@@ -344,6 +349,8 @@ def check_launch(
     if checkpoint.init_from is not None:  # so that ranks read the checkpoint that is the newest now
         config = {**config, "checkpoint": {**config["checkpoint"], "init_from": checkpoint.init_from}}
     reference = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    if run.evaluate_only and checkpoint.resume == "never":
+        checks.check_evaluated_reference(reference.choice, other=reference.is_separate_model)
     check_place(os.environ)
     place = RankInfo.read()
     checks.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=place.launched)

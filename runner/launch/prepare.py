@@ -86,6 +86,9 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
     if own is None and continues and found.resume is not None:
         own = found.resume.parent.parent
     if own is None:
+        if continues:
+            told = f"checkpoint.resume=auto: no earlier run to continue in {Path(run.output_dir, run.name)}"
+            launch.console.print(told, soft_wrap=True, highlight=False)
         folder = create_run_folder(run.output_dir, run.name)
         launch.resources.enter_context(locked(folder))
         return folder, RunRecord()

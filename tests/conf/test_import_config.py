@@ -250,11 +250,27 @@ def test_an_adapter_that_goes_on_with_preferences(imported: Run) -> None:
     answer = imported("llamafactory", lora + "template: qwen\nadapter_name_or_path: saves/sft\n")
     assert {"adapter.path=saves/sft", "stage.reference=adapter_off"} <= {*answer.words}
     assert "#   template: the template of the tokenizer is used" in answer.out
+    answer = imported("llamafactory", lora + "lora_target: all\nlora_rank: 4\nadapter_name_or_path: /x/sft\n")
+    assert not any(word.startswith(("adapter.target_modules", "adapter.r=")) for word in answer.words)
+    assert "#   lora_target: the saved adapter has it" in answer.out
+    assert "#   adapter.path: if another command writes this folder" in answer.out
     for given in ("q_proj, v_proj", "[q_proj, v_proj]"):
         check(
             imported("llamafactory", lora + f"lora_target: {given}\n"),
             {"adapter.target_modules": ["q_proj", "v_proj"]},
         )
+
+
+def test_evaluations_without_data_are_left_out(imported: Run) -> None:
+    text = DEEPSPEED.format("sft") + "val_size: 5\neval_strategy: steps\neval_steps: 3\n"
+    answer = imported("llamafactory", text + "load_best_model_at_end: true\n")
+    assert not any(word.startswith(("run.eval_every", "checkpoint.keep_best")) for word in answer.words)
+    assert "#   eval_steps: there is no evaluation data" in answer.out
+    answer = imported(
+        "llamafactory", text.replace("val_size: 5", "val_size: 0.1") + "load_best_model_at_end: true\n"
+    )
+    assert {"run.eval_every=3", "checkpoint.keep_best=eval/loss"} <= {*answer.words}
+    assert "#   checkpoint.keep_best: the export of a run is of its last step" in answer.out
 
 
 def test_splits_of_a_local_folder(imported: Run, tmp_path: Path) -> None:

@@ -122,6 +122,16 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["optimizer=muon", "optimizer.head_dim=64", "adapter=lora"],
         ["optimizer.head_dim", "use null"],
     ),
+    "several values without a sweep": (
+        ["optimizer.lr=1e-3,1e-4"],
+        ["optimizer.lr=1e-3,1e-4 (", "use optimizer.lr=[1e-3,1e-4] for a list, or -m for a sweep."],
+    ),
+    "several options without a list": (
+        ["logger=jsonl,wandb"],
+        ["use logger=[jsonl,wandb] for a list"],
+    ),
+    "several values of another tool": (["lora_target=q_proj,v_proj"], ["use adapter.target_modules"]),
+    "another command": (["chat", "model=tiny"], ["is a command of its own; use python -m runner.chat."]),
     "hook": (["hook=[emma]"], ["hook=emma", "did you mean 'ema'"]),
     "hook that is not chosen": (["hook.ema.decay=0.9"], ["hook.ema", "choose it: hook=[ema]"]),
     "value of a hook": (["hook=[ema]", "hook.ema.decay=2"], ["hook.ema.decay", "below 1"]),

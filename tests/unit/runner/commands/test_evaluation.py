@@ -5,6 +5,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from components.contracts.errors import ConfigError
+from runner.commands.arguments import parse_pairs
 from runner.commands.evaluate import evaluation
 from runner.config.renamed_keys import RENAMED
 from runner.launch.run_record import RunRecord
@@ -48,6 +49,26 @@ def test_an_evaluation_begins_as_the_run_did(tmp_path: Path) -> None:
     assert "hook=ema" not in words
     begun.rmdir()
     assert "checkpoint.init_from=null" in evaluation([f"checkpoint={tmp_path}"])
+
+
+def test_a_model_without_code_needs_no_consent(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    overrides = ["model=hf", f"model.path={base}", "model.trust_remote_code=true"]
+    RunRecord(overrides=overrides).write(tmp_path)
+    assert {*overrides} <= {*evaluation([f"checkpoint={tmp_path}"])}
+    (base / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {}}))
+    with pytest.raises(ConfigError, match=r"then give model\.trust_remote_code=true"):
+        evaluation([f"checkpoint={tmp_path}"])
+
+
+def test_a_path_without_its_key(tmp_path: Path) -> None:
+    remedy = f"is not KEY=VALUE[:;] use checkpoint={tmp_path}"
+    with pytest.raises(ConfigError, match=remedy):
+        evaluation([str(tmp_path)])
+    with pytest.raises(ConfigError, match=remedy):
+        parse_pairs([str(tmp_path)], {"checkpoint": None})
 
 
 def test_another_layout_has_its_own_sizes(tmp_path: Path) -> None:

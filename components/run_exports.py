@@ -1,0 +1,13 @@
+"""Exports of runs, for messages about a folder that is a run or contains runs."""
+
+from pathlib import Path
+
+EXPORTS = ("export", "*/export", "*/*/export")
+"""Patterns of exports in a run folder, in the runs of one name, and in the runs of all names."""
+
+
+def hint_for_run(folder: Path) -> str:
+    """Return a sentence that names the export of the newest run in ``folder``; "" if there is none."""
+    found = [path for pattern in EXPORTS for path in folder.glob(pattern)]
+    newest = max(found, key=lambda path: path.parent.name, default=None)
+    return "" if newest is None else f" The export of a run is there: {newest}."
