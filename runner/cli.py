@@ -165,12 +165,26 @@ def run_or_answer(task: Callable[[Sequence[str]], object], usage: str | None) ->
     if "--help" in arguments or "-h" in arguments:
         code = exit_code(lambda: print((usage or "").replace("``", "").strip()))
     else:
-        code = exit_code(print_version if "--version" in arguments else lambda: task(arguments))
+        code = exit_code(
+            print_version if "--version" in arguments else lambda: unless_closed(task, arguments)
+        )
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        discard_output()
     return code
+
+
+def unless_closed(task: Callable[[Sequence[str]], object], arguments: Sequence[str]) -> None:
+    """Call ``task``, which ends if the reader of its output, such as ``head``, has read enough."""
+    try:
+        task(arguments)
+    except BrokenPipeError:
+        discard_output()
+
+
+def discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:
@@ -309,6 +323,14 @@ def value_of(override: str) -> Any:
         return OverridesParser.create().parse_override(override).value()
     except OverrideParseException:
         return None
+
+
+def is_swept(override: str) -> bool:
+    """Return whether Hydra can parse an override, and a sweep would vary its value."""
+    try:
+        return OverridesParser.create().parse_override(override).is_sweep_override()
+    except OverrideParseException:
+        return False
 
 
 def parse_value(text: str) -> object:

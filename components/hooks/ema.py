@@ -62,12 +62,12 @@ class EMA(Hook):
         self.saved = checkpoint
 
     def end(self, run: HookRun, *, completed: bool) -> None:
-        """If the run completed, export the average from its last checkpoint to ``ema`` in the run folder."""
+        """If the run completed, export the average from its last checkpoint to a folder of its name."""
         if not completed or self.saved is None:
             return
         assert isinstance(run.model, ModelSpec)
         assert isinstance(run.adapter, LoRA | None)
-        folder, kind = run.folder / "ema", f"hook/{run.name}"
+        folder, kind = run.folder / run.name, f"hook/{run.name}"
         trained = CheckpointModel(run.model, run.adapter, self.saved, run.folder, run.seed, None, kind)
         try:
             if run.adapter is not None:

@@ -23,6 +23,8 @@ from components.models.generate import complete, load_model, use_plain_decoding
 class Samples(Hook):
     """Completes prompts greedily after every evaluation, and writes ``completions/step_XXXXXXXX.jsonl``.
 
+    A hook of another name than ``samples`` writes to a folder of its name in ``completions``.
+
     The model is exported to a temporary folder, and rank 0 generates with transformers, on the GPU if a copy
     fits in its memory. This works in every layout, at the cost of an export.
     """
@@ -69,7 +71,9 @@ class Samples(Hook):
             run.engine.barrier()
 
     def _scratch(self, run: HookRun) -> Path:
-        return run.folder / "completions" / "export"
+        """Return the folder for an export, which is next to the files of completions."""
+        folder = run.folder / "completions"
+        return (folder if run.name == "samples" else folder / run.name) / "export"
 
     def _write(self, run: HookRun, export: Path) -> None:
         """Complete the prompts with the model in the folder ``export``, and remove the folder."""
@@ -89,11 +93,11 @@ class Samples(Hook):
             do_sample=False,
         )
         rows = [prompt.completed(completion) for prompt, completion in zip(records, found, strict=True)]
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
         write_atomic(export.parent / f"step_{run.state.step:08}.jsonl", "".join(lines))
         run.log_table(run.name, [{key: as_text(value) for key, value in row.items()} for row in rows])
         shutil.rmtree(export)
 
 
 def as_text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

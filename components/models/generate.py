@@ -96,6 +96,7 @@ def complete(
     transformers' ``generate``.
     """
     width = max(map(len, prompts))
+    check_positions(model, width, options["max_new_tokens"])
     pad = tokenizer.pad_token_id or 0
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -110,6 +111,19 @@ def complete(
         text = tokenizer.decode(row[:end], skip_special_tokens=True)
         found.append({"completion": text, "finish": "length" if end is None else "stop"})
     return found
+
+
+def check_positions(model: PreTrainedModel, length: int, max_new_tokens: int) -> None:
+    """Raise ConfigError if a prompt of ``length`` tokens and its completion exceed learned positions."""
+    config = model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    is_rotary = getattr(config, "rope_parameters", None) is not None
+    if positions is not None and not is_rotary and length + max_new_tokens > positions:
+        raise ConfigError(
+            f"max_new_tokens: a prompt of {length} tokens and {max_new_tokens} more are over the model's "
+            f"{positions} positions (max_position_embeddings); use {max(positions - length, 0)} or less, or "
+            "a shorter prompt."
+        )
 
 
 def stop_ids(model: PreTrainedModel) -> set[int]:

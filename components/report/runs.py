@@ -185,9 +185,9 @@ def read_run(entry: Entry, points: int) -> RunPage:
     run.audit = part("audit.json", read_audit)
     run.preflight = part("preflight.json", read_optional_json)
     run.samples = part("samples.json", read_samples) or []
-    if written := sorted(folder.glob("completions/*.jsonl")):
-        name = f"completions/{written[-1].name}"
-        run.completions = {name: part(name, read_completions) or []}
+    last = {path.parent: path for path in sorted(folder.glob("completions/**/step_*.jsonl"))}
+    names = [str(path.relative_to(folder)) for path in last.values()]
+    run.completions = {name: part(name, read_completions) or [] for name in names}
     run.curves = part("metrics.jsonl", partial(read_curves, count=points)) or {}
     if run.facts.get("mfu_peak") is None:
         run.curves.pop("perf/mfu", None)

@@ -11,6 +11,7 @@ trust_remote_code=true  run the code that the model brings with it
 /clear begins a new conversation, /quit or the end of the input ends the program.
 """
 
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -51,6 +52,8 @@ def chat(arguments: Sequence[str]) -> None:
     torch.manual_seed(seed)
     begin, variables = with_default_system([], templating), templating.chat_template_kwargs
     messages: list[Json] = [*begin]
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     for line in asked():
         if line == "/clear":
             messages = [*begin]
@@ -85,11 +88,13 @@ def answer(
     from transformers import TextStreamer
 
     from components.data.tokenize.assistant_mask import Template
+    from components.models.generate import check_positions
 
     template = Template(tokenizer, None, variables, "", frozenset(), "the conversation")
     text = template.render(messages, prompt=True)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
+    check_positions(model, length, options["max_new_tokens"])
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     with torch.no_grad():
         whole = model.generate(

@@ -33,6 +33,8 @@ _DATA = ("data", "experiment", "data.train", "data.eval", "data.sources")
 _DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
 """Keys that name data sets, which only the option ``data=llamafactory`` has."""
 _CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")
+_DEMO = "components.data.StdlibData"
+"""Class of the embedded text, which ``data.eval`` replaces."""
 ADAPTER_CONFIG = "adapter_config.json"
 _ONLY = ("run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0")
 """Overrides of every evaluation."""
@@ -73,6 +75,8 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
         known = [word for word in known if not name_of(word).startswith("parallelism.")]
     if {"data.eval", "data"} & {*map(name_of, given)} == {"data.eval"} and "data=llamafactory" in known:
         known = [word for word in known if word != "data=llamafactory" and name_of(word) not in _DATASETS]
+    for group in {"data", "logger"} & {*map(name_of, given)}:  # another option, which has its own keys
+        known = [word for word in known if not name_of(word).startswith(f"{group}.")]
     words = [*known, *_ONLY, *evaluated_data(known, given), *given]
     options = [word for word in words if word.startswith("-")]  # Hydra refuses them between overrides
     keys = {name_of(word): word for word in words if word not in options}  # of each key the last one
@@ -133,6 +137,9 @@ def recorded(folder: Path) -> list[str]:
         "checkpoint.allow_mismatch=true",
     ]
     if (run / "config.yaml").is_file():
+        is_demo = read_run_config(run).get("data", {}).get("_target_") == _DEMO
+        if is_demo and "data" not in map(name_of, words):  # an experiment may select data, and did not
+            words.append("data=demo")
         # An override or an experiment may name a run, whose newest checkpoint is another one now.
         initial = read_run_config(run)["checkpoint"].get("init_from")
         if initial is not None:  # it may have been removed since
@@ -192,17 +199,21 @@ def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
         sets = cli.value_of(f"data.eval={values['data.eval']}")  # a path, or several by name
         if sets is None:  # Hydra names what is wrong
             return []
-        path = next(iter(sets.values()), None) if isinstance(sets, dict) else sets
-        # An experiment may select the data itself.
-        selects = {word for word in [*known, *given] if name_of(word) in ("data", "experiment")}
-        of_files = [] if selects - {"data=demo", "data=stdlib"} else ["data=files"]
-        local = not str(path).startswith("hub:")
+        path = hydra_value(next(iter(sets.values()), None) if isinstance(sets, dict) else sets)
+        if cli.is_swept(f"data.eval={values['data.eval']}"):  # each job reads its own file
+            path = "${data.eval}"
+        words = [*known, *given]
+        chosen = next((word for word in reversed(words) if name_of(word) == "data"), None)
+        if chosen is None and "experiment" in map(name_of, words):
+            chosen = "data=another"  # an experiment may select the data itself
+        of_files = ["data=files"] if chosen in (None, "data=demo", "data=stdlib") else []
+        local = "hub:" not in values["data.eval"]
         unread = {name: value for name, value, of_hub in OF_TRAINING if local or not of_hub}
         set_before = {name_of(word) for word in known} - values.keys()
         rest = [f"{name}={value}" for name, value in unread.items() if name in set_before]
         return [
             *of_files,
-            f"data.train={hydra_value(path)}",
+            f"data.train={path}",
             "data.sources=null",
             "data.eval_fraction=0",
             *rest,

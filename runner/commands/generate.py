@@ -85,7 +85,7 @@ def generate(arguments: Sequence[str]) -> None:
                     added[metric] = score(answers[number], completion["completion"].strip())
                     scores.append(added[metric])
                 row = records[number].completed(added)
-                print(json.dumps(row, ensure_ascii=False), file=output, flush=True)
+                print(json.dumps(row, ensure_ascii=False, default=str), file=output, flush=True)
     if "output" in given:
         print(f"{len(prompts):,} completions written to {given['output']}", file=sys.stderr)
     if answers:

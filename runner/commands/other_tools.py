@@ -91,9 +91,12 @@ class Translation:
 def as_number(name: str, value: Any) -> float:
     """Return the value of an option as a float, or raise ConfigError if it is not a number."""
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name}: must be a number, got {value}.") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{name}: must be a number, got {value}; correct it.")
+    return number
 
 
 def translate(
@@ -311,7 +314,7 @@ def choose_adapter(work: Translation) -> None:
             name: value for name, value in work.left.items() if "lora" not in name or name in work.given
         }
     elif work.tool == "llamafactory" and "lora_alpha" not in work.given:
-        work.left["lora_alpha"] = 2 * int(work.left["lora_rank"])
+        work.left["lora_alpha"] = 2 * int(as_number("lora_rank", work.left["lora_rank"]))
     elif work.tool == "trl" and "lora_target_modules" not in work.given:
         work.checks["adapter.target_modules"] = (
             "peft's default for Llama and Qwen; other models have other ones"

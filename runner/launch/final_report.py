@@ -71,7 +71,7 @@ def metric_facts(results: Results) -> dict[str, str]:
     if results.first:
         ends = (results.first, last)
         facts["train loss"] = ", ".join(f"{row['train/loss']:.4f} at step {row['step']:.0f}" for row in ends)
-    if results.first and (results.diverged or "eval/loss" in last):
+    if results.diverged or "eval/loss" in last:
         facts["eval loss"] = "not finite" if results.diverged else f"{last['eval/loss']:.4f}"
     if "perf/tokens_per_s" in last:
         facts["throughput"] = f"{last['perf/tokens_per_s']:,.0f} tokens/s over the last logged steps"

@@ -52,7 +52,7 @@ def create_run_folder(output_dir: str, name: str) -> Path:
 
 
 def reopen_run_folder(folder: Path, step: int) -> Path:
-    """Remove the rows of metrics.jsonl after ``step``, at which the run resumes; return the folder.
+    """Remove rows and completions after ``step``, at which the run resumes; return the folder.
 
     A killed run may have logged steps after its last checkpoint.
 
@@ -62,6 +62,9 @@ def reopen_run_folder(folder: Path, step: int) -> Path:
     for name in ("checkpoints", "export", "logs"):
         if (folder / name).is_file():
             raise ConfigError(f"{folder / name}: is a file, and the run needs a folder there; move it.")
+    for path in folder.glob("completions/**/step_*.jsonl"):
+        if not step or int(path.stem.removeprefix("step_")) > step:
+            path.unlink()
     path = folder / "metrics.jsonl"
     if not path.exists():  # another logger was chosen
         return folder

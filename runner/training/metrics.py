@@ -137,8 +137,8 @@ class MetricsReporter:
         self._write(row, f"step {state.step}  eval: {numbers}")
 
     def of_hook(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-        """Write metrics of a hook to the loggers, without a line on the terminal."""
-        self._write({"step": state.step, **metrics})
+        """Write metrics of a hook, numbers or tensors of one element, without a line on the terminal."""
+        self._write({"step": state.step, **{name: float(value) for name, value in metrics.items()}})
 
     def table_of_hook(self, state: TrainState, name: str, rows: Sequence[Mapping[str, str]]) -> None:
         """Write a table of a hook to the loggers."""

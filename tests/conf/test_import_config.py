@@ -671,7 +671,10 @@ def test_numbers_of_options(imported: Run) -> None:
     check(imported("llamafactory", f"{text}adam_beta1: 0.0\n"), {"optimizer.betas": [0.0, 0.999]})
     answer = imported("llamafactory", f"{text}learning_rate: auto\n")
     assert answer.code == MISTAKE
-    assert "learning_rate: must be a number, got auto." in answer.err
+    assert "learning_rate: must be a number, got auto; correct it." in answer.err
+    lora = "finetuning_type: lora\nlora_rank: abc\n"
+    assert "lora_rank: must be a number, got abc" in imported("llamafactory", text + lora).err
+    assert "val_size: must be a number, got inf" in imported("llamafactory", f"{text}val_size: .inf\n").err
 
 
 def test_local_alpaca_data_of_axolotl(imported: Run) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from components.contracts.errors import ConfigError
 from components.data.records.options import RecordOptions
 from components.data.tokenize.prompts import read_prompts
 from components.models.generate import amend, load_model
+from runner.cli import run_or_answer
 from runner.commands.chat import chat
 from runner.commands.evaluate import evaluation
 from runner.commands.generate import generate
@@ -431,6 +433,12 @@ def test_a_prompt_is_all_of_its_record(single: Path) -> None:
     path.write_text(json.dumps(alpaca | {"chat_template_kwargs": {"style": "c"}}))
     (question,) = read_prompts(str(path), RecordOptions())
     assert tokenizer.decode(question.token_ids(tokenizer)) == "c|system: b|user: a\nf|"
+    path.write_text(json.dumps({"prompt": "a", "query": "f", "chat_template_kwargs": {"style": "c"}}))
+    (named,) = read_prompts(str(path), RecordOptions())
+    assert tokenizer.decode(named.token_ids(tokenizer)) == "c|user: a\nf|"
+    path.write_text('{"prompt": "a", "images": ["b.png"]}')
+    with pytest.raises(ConfigError, match=r":1: has images, audio or video"):
+        read_prompts(str(path), RecordOptions())
     path.write_text('{"prompt": "a"}\n{"instruction": "a"}\n{"prompt": [{"role": "user", "content": "a"}]}')
     options = RecordOptions(strings="chat", default_system="d", chat_template_kwargs={"style": "c"})
     texts = [tokenizer.decode(prompt.token_ids(tokenizer)) for prompt in read_prompts(str(path), options)]
@@ -470,6 +478,22 @@ def test_a_conversation_goes_on(single: Path) -> None:
         chat([f"checkpoint={single}/export", "system=Be kind.", "chat_template_kwargs={style: c}"])
     assert [message["content"] for message in seen[1]] == ["Be kind.", "a", "answer 1", "b"]
     assert [message["role"] for message in seen[1]] == ["system", "user", "assistant", "user"]
+
+
+def test_a_line_that_is_no_utf8_is_read(single: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="ascii")
+    with mock.patch("sys.stdin", lines):
+        chat([f"checkpoint={single}/export", "max_new_tokens=2"])
+    assert capsys.readouterr().out
+
+
+def test_a_reader_that_has_read_enough_ends_the_command() -> None:
+    def task(_: Sequence[str]) -> None:
+        raise BrokenPipeError
+
+    with mock.patch("sys.argv", ["generate"]), mock.patch("runner.cli.discard_output") as discard:
+        assert run_or_answer(task, None) == 0
+    discard.assert_called_once()
 
 
 def test_a_model_without_a_chat_template(tmp_path: Path, single: Path) -> None:

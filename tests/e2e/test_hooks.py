@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from benchmarks.compose import composed
 from components.checkpoint.reader import StoredTensors
-from components.contracts.hook import HookRun
+from components.contracts.hook import Hook, HookRun
 from components.data.records.options import RecordOptions
 from components.hooks import Samples
 from runner.commands import export
@@ -90,12 +90,12 @@ def test_a_killed_run_still_exports_its_average(tmp_path: Path) -> None:
     """A hook under a name of the user's, and a run that has only its exports left to do."""
     options = (*RUN, "+hook.average._target_=components.hooks.EMA", "run.export=true", "run.max_steps=2")
     run = run_here(tmp_path, *options)
-    expected = load_file(run / "ema" / "model.safetensors")
-    shutil.rmtree(run / "ema")
+    expected = load_file(run / "average" / "model.safetensors")
+    shutil.rmtree(run / "average")
     record = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(record | {"ended": None, "final_step": None}))
     assert run_here(tmp_path, *options, "checkpoint.resume=auto") == run
-    assert equal(load_file(run / "ema" / "model.safetensors"), expected)
+    assert equal(load_file(run / "average" / "model.safetensors"), expected)
 
 
 NORMS = (*RUN, "hook=[gradient_stats]", "optimizer.max_grad_norm=0.1", "run.max_steps=2")
@@ -175,6 +175,27 @@ def test_prompts_have_the_system_turn_of_the_data() -> None:
         ("run.name=x", "hook=samples", "hook.samples.prompts=prompts.jsonl")
     )  # the demo data has no such keys
     assert other["hook"]["samples"]["default_system"] is None
+
+
+class Counted(Hook):
+    """A hook that logs a tensor."""
+
+    def after_step(self, run: HookRun, *_: object) -> None:
+        run.log({"mine/step": torch.tensor(run.state.step)})
+
+
+def test_two_hooks_of_a_class_have_files_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "The"}')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "A"}')
+    first = ("hook=[samples]", f"hook.samples.prompts={tmp_path}/a.jsonl", "hook.samples.max_new_tokens=1")
+    more = ("_target_=components.hooks.Samples", f"prompts={tmp_path}/b.jsonl", "max_new_tokens=1")
+    counted = "+hook.counted._target_=tests.e2e.test_hooks.Counted"
+    second = (f"+hook.more.{word}" for word in more)
+    run = run_here(tmp_path / "run", *RUN, *first, *second, counted, "run.max_steps=1")
+    for folder, prompt in (("completions", "The"), ("completions/more", "A")):
+        (row,) = (run / folder / "step_00000001.jsonl").read_text().splitlines()
+        assert json.loads(row)["prompt"] == prompt
+    assert [row["mine/step"] for row in rows(run, "mine/step")] == [1.0]
 
 
 def test_a_hook_from_outside(

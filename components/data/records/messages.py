@@ -54,12 +54,16 @@ def alpaca_prompt(record: Mapping[str, object], origin: str) -> list[Message]:
     if not any(part.strip() for part in parts):
         read_string(record, names[0], origin)  # raises
     pairs = record.get("history") or []
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+    if not isinstance(pairs, list) or not all(map(_is_exchange, pairs)):
         fail(origin, "field 'history' is not a list of [question, answer]", "Write it so, or remove it.")
     messages = system_turn(record, origin)
     for asked, answered in pairs:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     return [*messages, {"role": "user", "content": "\n".join(part for part in parts if part)}]
+
+
+def _is_exchange(pair: object) -> bool:
+    return isinstance(pair, list) and [type(text) for text in pair] == [str, str]
 
 
 def alpaca_answer(record: Mapping[str, object], origin: str) -> Message:

@@ -21,6 +21,10 @@ from components.data.records.record_files import Unreadable, read_records
 from components.data.records.samples import Tool, Turns
 from components.data.tokenize.assistant_mask import Template
 
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_OF_ALPACA = ("query", "input", "history")
+"""Fields of alpaca besides the instruction, which may be called ``prompt``."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -89,7 +93,9 @@ def _read_prompt(record: Json | Unreadable, origin: str, options: RecordOptions)
             if turns[-1]["role"] == "assistant":
                 raise RecordError(f"{origin}: {key} ends with an answer; remove that turn from the prompt.")
             return Prompt(record, origin, with_default_system(turns, options), tools, kwargs)
-    if record.get("instruction") is not None:
+    if any(record.get(name) for name in _MEDIA):
+        raise RecordError(f"{origin}: has images, audio or video, and a prompt is text; remove them.")
+    if record.get("instruction") is not None or any(record.get(name) for name in _OF_ALPACA):
         turns = with_default_system(alpaca_prompt(record, origin), options)
         return Prompt(record, origin, turns, tools, kwargs)
     key = "text" if record.get("prompt") is None and "text" in record else "prompt"

@@ -167,6 +167,16 @@ def test_odd_metrics_are_refused(text: str, tmp_path: Path) -> None:
         reopen_run_folder(tmp_path, 3)
 
 
+def test_completions_of_later_steps_are_removed(tmp_path: Path) -> None:
+    for name in ("completions", "completions/other"):
+        (tmp_path / name).mkdir()
+        for step in (3, 4):
+            (tmp_path / name / f"step_{step:08}.jsonl").write_text("{}")
+    reopen_run_folder(tmp_path, 3)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl"))
+    assert left == ["completions/other/step_00000003.jsonl", "completions/step_00000003.jsonl"]
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "export", "logs"])
 def test_a_file_where_a_folder_should_be_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("")

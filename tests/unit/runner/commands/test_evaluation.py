@@ -63,6 +63,28 @@ def test_a_model_without_code_needs_no_consent(tmp_path: Path) -> None:
         evaluation([f"checkpoint={tmp_path}"])
 
 
+def test_jobs_of_a_sweep_read_their_own_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    words = evaluation(["-m", f"checkpoint={tmp_path}", "data.eval=a.jsonl,b.jsonl"])
+    assert {"-m", "data.eval=a.jsonl,b.jsonl", "data.train=${data.eval}", "data=files"} <= {*words}
+
+
+@pytest.mark.parametrize(("kind", "replaced"), [("components.data.StdlibData", True), ("mine.Data", False)])
+def test_an_experiment_that_selects_no_data(tmp_path: Path, kind: str, replaced: bool) -> None:
+    RunRecord(overrides=["experiment=pretrain_wsd"]).write(tmp_path)
+    config: dict[str, object] = {group: {} for group in ("run", "model", "adapter", "checkpoint")}
+    (tmp_path / "config.yaml").write_text(json.dumps(config | {"data": {"_target_": kind}}))
+    assert ("data=files" in evaluation([f"checkpoint={tmp_path}", "data.eval=a.txt"])) is replaced
+
+
+def test_keys_of_options_that_are_not_chosen_any_more(tmp_path: Path) -> None:
+    before = ["logger=[wandb]", "logger.wandb.mode=offline", "data=files", "data.train=a.jsonl"]
+    RunRecord(overrides=before).write(tmp_path)
+    words = evaluation([f"checkpoint={tmp_path}", "logger=[jsonl]", "data=demo"])
+    assert {"logger=[jsonl]", "data=demo"} <= {*words}
+    assert not any(word.startswith(("logger.", "data.")) for word in words)
+
+
 def test_a_path_without_its_key(tmp_path: Path) -> None:
     remedy = f"is not KEY=VALUE[:;] use checkpoint={tmp_path}"
     with pytest.raises(ConfigError, match=remedy):

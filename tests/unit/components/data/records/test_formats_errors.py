@@ -36,7 +36,7 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
     "alpaca-history-null": (
         "alpaca",
         {"instruction": "U", "output": "A", "history": [["q", None]]},
-        "message 1 (assistant) is of type NoneType",
+        "field 'history' is not a list of [question, answer]",
     ),
     "alpaca-history-number": (
         "alpaca",
