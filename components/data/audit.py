@@ -73,6 +73,9 @@ class Audit:
     eval: Mapping[str, SplitAudit] = field(hash=False)
     """The evaluation sets by the prefix of their metrics: ``eval``, or ``eval/NAME`` for a named set."""
 
+    def size(self) -> tuple[int, int]:
+        return sum(source.samples for source in self.train.sources), self.train.rows
+
     def to_json(self) -> str:
         splits = {name: asdict(split) for name, split in self._splits().items()}
         return json.dumps(splits, indent=2) + "\n"

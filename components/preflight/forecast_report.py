@@ -173,9 +173,10 @@ def length_line(case: Candidate) -> str:
     share = loader.epoch(1)
     if case.data.streamed or share is None:
         return f"{case.data.num_steps:,} steps of a stream"
-    return (
-        f"{case.data.num_steps:,} steps, {case.data.num_steps * share:,.2f} epochs of {1 / share:,.0f} steps"
-    )
+    samples, rows = case.data.audit.size()
+    packed = "" if samples == rows else f" ({samples:,} samples in {rows:,} rows)"
+    length = f"{case.data.num_steps:,} steps, {case.data.num_steps * share:,.2f} epochs"
+    return f"{length} of {1 / share:,.0f} steps{packed}"
 
 
 def tabulate(name: str, section: Section) -> Table:

@@ -60,10 +60,10 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
         raise ConfigError(f"checkpoint: {have}; give one. Usage: {first_line(__doc__)}")
     folder = Path(expand_home("checkpoint", named[0])).absolute()
     if (folder / ADAPTER_CONFIG).is_file():
-        known = on_its_base(folder, given)
+        known = [*on_its_base(folder, given), named_after(folder)]
         check_data(folder, given)
     elif (folder / "config.json").is_file():
-        known = ["model=hf", f"model.path={hydra_value(folder)}"]
+        known = ["model=hf", f"model.path={hydra_value(folder)}", named_after(folder)]
         check_data(folder, given)
     else:
         known = recorded(folder)
@@ -81,6 +81,12 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
     options = [word for word in words if word.startswith("-")]  # Hydra refuses them between overrides
     keys = {name_of(word): word for word in words if word not in options}  # of each key the last one
     return [*options, *keys.values()]
+
+
+def named_after(folder: Path) -> str:
+    """Return the override for the name of the evaluation of a folder, which may be the export of a run."""
+    name = folder.parent.parent.name if (folder.parent / "run.json").is_file() else folder.name
+    return f"run.name={hydra_value(f'evaluate_{name}')}"
 
 
 def check_data(folder: Path, given: Sequence[str]) -> None:
@@ -132,7 +138,7 @@ def recorded(folder: Path) -> list[str]:
             if name_of(word).split(".")[0] not in _LEFT_OUT and name_of(word) not in _TRAINING
         ),
         *(["hydra.mode=RUN"] if "sweep" in map(name_of, given) else []),
-        f"run.name={hydra_value(f'evaluate_{run.resolve().parent.name}')}",  # not among the trained runs
+        named_after(run.resolve() / "export"),  # not among the trained runs
         f"checkpoint.resume={hydra_value(folder)}",
         "checkpoint.allow_mismatch=true",
     ]
