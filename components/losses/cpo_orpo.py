@@ -93,7 +93,12 @@ class ORPO(PairwiseLoss):
 
 
 def log_odds(log_probability: Tensor) -> Tensor:
-    """Return ``log(p / (1 - p))``, exact both near p = 1 and near p = 0 (Mächler 2012)."""
+    """Return ``log(p / (1 - p))``, exact both near p = 1 and near p = 0 (Mächler 2012).
+
+    If p is 1 in float64, as for an answer that the model repeats, it is that of the next smaller p, and the
+    gradient is 0 instead of infinite.
+    """
+    log_probability = log_probability.clamp(max=-torch.finfo(torch.float64).eps)
     near_one = log_probability > -math.log(2)
     # Each branch gets only values at which its gradient is finite, even if it is not selected.
     large = torch.where(near_one, log_probability, -math.log(2))

@@ -140,7 +140,11 @@ def check_weights(engine: Engine, state: TrainState) -> None:
 
 def check_target(state: TrainState, target_loss: float | None) -> None:
     """Raise NonRetryableError if the running mean of the loss is above ``run.target_loss``."""
-    if target_loss is not None and (state.loss_mean is None or state.loss_mean > target_loss):
+    if target_loss is None:
+        return
+    if state.loss_mean is None:  # a hook ended the run before its first step
+        raise NonRetryableError(f"no step was taken, so run.target_loss={target_loss} was not reached.")
+    if state.loss_mean > target_loss:
         raise NonRetryableError(
             f"the training loss is {state.loss_mean:.4f} (running mean) after step {state.step}, above "
             f"run.target_loss={target_loss}; raise optimizer.lr or run.max_steps, or look for a mistake in "

@@ -12,7 +12,7 @@ import torch
 from components.adapters import LoRA
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.optimizers import SGD, AdamW, Muon, Optimizer, WeightGroup
+from components.optimizers import SGD, AdamW, Muon, Optimizer, TorchClass, WeightGroup
 from tests.distributed import engine_cases as cases
 from tests.distributed import megatron_cases
 from tests.distributed.cases import assert_same, fsdp2, make_engine, megatron, plain_step
@@ -71,6 +71,12 @@ def test_a_trial_has_the_state_of_later_steps(run: Run, name: str, optimizer: Op
     for within, after, changed in run(cases.state_of_a_trial, LAYOUTS[name], optimizer):
         assert within == after > 0
         assert not changed
+
+
+def test_a_trial_with_a_class_that_keeps_no_state(run: Run) -> None:
+    """Ranks of dp2 own weights that only the other one writes to a checkpoint."""
+    found = run(cases.state_of_a_trial, LAYOUTS["dp2"], TorchClass(torch.optim.SGD, 1e-3))
+    assert found == [(0, 0, False)] * 2
 
 
 @pytest.mark.parametrize("name", ["single", "dp2"])

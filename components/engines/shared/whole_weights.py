@@ -109,7 +109,7 @@ class WholeWeightOptimizer:
             yield
         finally:
             for weight in created:
-                del self._of(weight)[weight.parameter]
+                self._of(weight).pop(weight.parameter, None)  # a class may keep no state
 
     @contextmanager
     def loading(self) -> Iterator[dict[str, Tensor]]:
@@ -126,7 +126,7 @@ class WholeWeightOptimizer:
                 if kind in self.shared or isinstance(value, int | float):
                     set_number(state, kind, tensors[self._key(kind, weight)])
             if not self.updates:  # saved before the first update, which creates the state
-                del self._of(weight)[weight.parameter]
+                self._of(weight).pop(weight.parameter, None)
 
     def _state(self, weights: Iterable[OwnedWeight]) -> dict[str, Tensor]:
         tensors = {UPDATES: number(self.updates)}

@@ -131,6 +131,9 @@ def test_odds_are_exact_near_certainty_and_far_from_it() -> None:
         assert found.item() == pytest.approx(expected, rel=1e-6, abs=1e-12)
         assert value.grad is not None
         assert value.grad.item() == pytest.approx(1 / complement, rel=1e-3)
+    certain = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
+    (-torch.nn.functional.logsigmoid(log_odds(certain) + 1)).backward()
+    assert certain.grad == 0
     far = torch.tensor(-900.0, dtype=torch.float64, requires_grad=True)
     log_odds(far).backward()
     assert far.grad == 1
