@@ -174,7 +174,7 @@ def length_line(case: Candidate) -> str:
     if case.data.streamed or share is None:
         return f"{case.data.num_steps:,} steps of a stream"
     samples, rows = case.data.audit.size()
-    packed = "" if samples == rows else f" ({samples:,} samples in {rows:,} rows)"
+    packed = f" ({samples:,} samples in {rows:,} rows)" if samples > rows else ""
     length = f"{case.data.num_steps:,} steps, {case.data.num_steps * share:,.2f} epochs"
     return f"{length} of {1 / share:,.0f} steps{packed}"
 

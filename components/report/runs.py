@@ -50,6 +50,10 @@ class ShownFacts:
     mfu_peak: str | None = None
 
 
+FORECAST = "forecast"
+"""Status of a folder with only a forecast, a rehearsal or a proof."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One run of the page, with the facts known to the program that started it."""
@@ -180,6 +184,10 @@ def read_run(entry: Entry, points: int) -> RunPage:
             run.missing.append(f"{name} cannot be read: {str(error).splitlines()[0]}")
         return None
 
+    if entry.status == FORECAST:
+        run.config = dict(flat("", part("config.yaml", read_yaml) or {}))
+        run.preflight = part("preflight.json", read_optional_json)
+        return run
     run.facts = part("run.json", read_facts) or {}
     run.config = dict(flat("", part("config.yaml", read_yaml) or {}))
     run.audit = part("audit.json", read_audit)

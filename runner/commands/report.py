@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from components.contracts.errors import ConfigError
 from components.home import expand_home
-from components.report import Entry, RunPage, write_page
+from components.report import FORECAST, Entry, RunPage, write_page
 from runner.cli import run_or_answer
 from runner.commands.arguments import first_line
 from runner.config.command_line import is_sweep, single_job_overrides
@@ -89,13 +89,17 @@ def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
 
 
 def entries(folder: Path) -> list[Entry]:
-    """Return the run in ``folder``, the jobs if it is a sweep, or else all runs below it, sorted by stamp.
+    """Return the run or the forecast in ``folder``, the jobs of a sweep, or else all runs below it.
+
+    Runs are sorted by stamp.
 
     Raises:
         ConfigError: if there is no run.
     """
     if (folder / "run.json").is_file():
         return [Entry(0, folder, arguments_of(folder))]
+    if (folder / "preflight.json").is_file():
+        return [Entry(0, folder, status=FORECAST)]
     if records := read_job_records(folder):
         return [entry(folder, record) for record in records]
     found = sorted(

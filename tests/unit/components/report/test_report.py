@@ -268,6 +268,14 @@ def test_a_run_and_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(entries(tmp_path / "sft")) == 2
 
 
+def test_a_rehearsal_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "preflight.json").write_text(json.dumps({"waits": [{"line": "engine.py:7", "count": 3}]}))
+    (tmp_path / "config.yaml").write_text("run: {dtype: bf16}")
+    (found,) = write_page("t", entries(tmp_path), tmp_path / "page.html")
+    assert (found.missing, found.config, found.status) == ([], {"run.dtype": "bf16"}, "forecast")
+    assert "engine.py:7" in (tmp_path / "page.html").read_text()
+
+
 def test_runs_have_their_names(tmp_path: Path) -> None:
     sweep = a_sweep(tmp_path)
     report([str(sweep)])
