@@ -23,7 +23,14 @@ from runner.launch.run_dir import (
     write_config,
 )
 from runner.launch.run_lock import locked
-from runner.launch.run_record import METRICS, ReferenceCache, RunRecord, SweepPlace, logged_results
+from runner.launch.run_record import (
+    METRICS,
+    PeakMemory,
+    ReferenceCache,
+    RunRecord,
+    SweepPlace,
+    logged_results,
+)
 
 
 def prepare(launch: RunPreparation) -> Path:
@@ -34,6 +41,7 @@ def prepare(launch: RunPreparation) -> Path:
     Raises:
         ConfigError: if a check fails, the run does not fit into memory, or another process uses the folder.
     """
+    chooses_size = launch.experiment.run.micro_batch_size == "auto"
     launch, found = inspect(launch)
     point, console = launch.where.sweep_job, launch.console
     if found.candidate is not None:
@@ -58,6 +66,8 @@ def prepare(launch: RunPreparation) -> Path:
         slurm=slurm_env.job_facts(os.environ),
         identity=vars(found.identity),
         reference=reference,
+        auto_micro_batch_size=launch.experiment.run.rows_per_microbatch if chooses_size else None,
+        peak_memory=PeakMemory(None if found.candidate is None else found.candidate.peak.total),
         data=found.data.to_json(),
         results=record.results,
         engine_facts=record.engine_facts,

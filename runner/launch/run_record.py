@@ -50,6 +50,16 @@ class ReferenceCache:
 
 
 @dataclass(frozen=True)
+class PeakMemory:
+    """Bytes of tensors on the device of the rank that needs the most. None means not known."""
+
+    estimated: int | None = None
+    """The forecast."""
+    trial_step: int | None = None
+    """The measured peak from the construction of the engine to the end of the trial step."""
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """The content of run.json. Fields that an older version did not write have their default values."""
 
@@ -77,6 +87,9 @@ class RunRecord:
     identity: Json = field(default_factory=dict)
     """Fields of ``RunIdentity``."""
     reference: ReferenceCache | None = None
+    auto_micro_batch_size: int | None = None
+    """The size that is used for ``run.micro_batch_size=auto``. None means that the size was given."""
+    peak_memory: PeakMemory = field(default_factory=PeakMemory)
     data: Json = field(default_factory=dict)
     """The input of ``data.restore``."""
     results: Results = field(default_factory=Results)

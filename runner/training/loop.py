@@ -22,6 +22,7 @@ from components.checkpoint import CheckpointManager
 from components.contracts.batch import Batch
 from components.contracts.data import DataLoader
 from components.contracts.engine import Engine
+from components.contracts.errors import TrainingError
 from components.contracts.loss import Loss
 from components.engines.shared.oom import naming_step
 from runner.config.run_config import CheckpointConfig, RunConfig, every
@@ -34,6 +35,10 @@ from runner.training.stop import StopPolicy
 from runner.training.watchdog import Watchdog
 
 log = logging.getLogger("runner")
+
+
+class TrialOutOfMemory(TrainingError):
+    """Error raised if the trial step runs out of memory."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,6 @@ def train(t: TrainContext) -> None:
         evaluate(t)
         return
     try:
-        if wants_trial_step(t):
-            take_trial_step(t)
         take_steps(t)
     finally:  # also after a failure, which the profile may explain
         t.profiler.finish(t.state.step)
@@ -108,20 +111,23 @@ def take_steps(t: TrainContext) -> None:
 
 def wants_trial_step(t: TrainContext) -> bool:
     wanted = t.engine.device.type != "cpu" if t.run.trial_step is None else t.run.trial_step
-    return wanted and t.state.step < t.train_data.num_steps
+    return wanted and not t.run.evaluate_only and t.state.step < t.train_data.num_steps
 
 
-def take_trial_step(t: TrainContext) -> None:
-    """Run forward and backward on the largest micro-batch of the run, and discard the gradients.
+def take_trial_step(t: TrainContext) -> int | None:
+    """Run forward and backward on the largest micro-batch of the run, and return the ``peak_memory``.
 
     A run that needs too much memory fails here, in its first seconds, because the optimizer already has its
-    state. Weights, optimizer and random state are unchanged afterwards. A neighbouring micro-batch of the
-    same step is included, because accumulated gradients also need memory.
+    state. The gradients are discarded; weights, optimizer and random state are unchanged afterwards. A
+    neighbouring micro-batch of the same step is included, because accumulated gradients also need memory.
+
+    Raises:
+        TrialOutOfMemory: if the step runs out of memory.
     """
     t.watchdog.beat("in the trial step")
     step, index = t.train_data.largest_microbatch()
     with (
-        naming_step(f"trial step, with the batch of step {step + 1}"),
+        naming_step(f"trial step, with the batch of step {step + 1}", TrialOutOfMemory),
         t.engine.keeping_random_streams(),
         t.engine.allocated_optimizer_state(),
     ):
@@ -131,9 +137,19 @@ def take_trial_step(t: TrainContext) -> None:
         t.engine.begin_train_step(microbatches, t.loss)
         t.engine.train_microbatches(microbatches, t.loss, last=True)
         t.engine.abort_train_step()
-    if t.engine.device.type != "cpu":
-        peak = torch.accelerator.max_memory_allocated(t.engine.device) / 2**30
-        log.info("trial step: %.1f GiB at most", peak)
+    if (peak := peak_memory(t.engine)) is not None:
+        log.info("trial step: %.1f GiB at most", peak / 2**30)
+    return peak
+
+
+def peak_memory(engine: Engine) -> int | None:
+    """Return the largest number of bytes of tensors that a rank has had on its device so far.
+
+    None means that the device is a CPU, for which torch does not count them.
+    """
+    if engine.device.type == "cpu":
+        return None
+    return int(engine.max_over_ranks(torch.accelerator.max_memory_allocated(engine.device)))
 
 
 def stop_record(t: TrainContext) -> Stopped | None:

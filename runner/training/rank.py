@@ -1,5 +1,6 @@
 """One rank of a run: build its engine, data and reporter from a prepared run folder, and train."""
 
+import gc
 import logging
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 from components.checkpoint import CheckpointManager, RunIdentity
@@ -20,6 +22,7 @@ from components.contracts.engine import Engine, EngineOptions
 from components.contracts.errors import NonRetryableError, TrainingError
 from components.contracts.hook import Hook, HookRun
 from components.contracts.json_types import Config
+from components.engines.shared.parallel_dims import divisors
 from components.loggers import CompositeLogger, RunInfo
 from components.loggers.console import Terminal, terminal
 from components.preflight.checks import steps_done
@@ -37,14 +40,21 @@ from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import CheckpointConfig, seconds, watched_metric
 from runner.config.sources import ConfigSources
 from runner.launch.failures import naming_file
-from runner.launch.run_dir import read_run_config
-from runner.launch.run_record import RunRecord
+from runner.launch.run_dir import read_run_config, write_config
+from runner.launch.run_record import PeakMemory, RunRecord
 from runner.launch.signals import SignalHandler, announce, handling
 from runner.logging_setup import log_to
 from runner.sweeps.pruner import pruner_of
 from runner.training.determinism import deterministic
 from runner.training.hooks import Hooks
-from runner.training.loop import TrainContext, stop_record, train
+from runner.training.loop import (
+    TrainContext,
+    TrialOutOfMemory,
+    stop_record,
+    take_trial_step,
+    train,
+    wants_trial_step,
+)
 from runner.training.metrics import MetricsReporter
 from runner.training.own_hooks import BestMetric, SkipLimit, SyncReference
 from runner.training.prefetch import Prefetched
@@ -61,12 +71,50 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, 
 def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> None:
     """Train, evaluate, save and export; every rank of the run calls this function with the same folder.
 
-    ``give_up`` ends the process if there is no progress for ``run.hang_timeout_s`` seconds.
+    If the trial step of a run of one rank needs too much memory and ``run.micro_batch_size`` is auto, the
+    run begins again with a smaller size. ``give_up`` ends the process if there is no progress for
+    ``run.hang_timeout_s`` seconds.
 
     Raises:
         TrainingError: if the run fails, for example because a file cannot be written. It is a
             NonRetryableError if ``check_weights`` or ``check_target`` raises it.
     """
+    while True:
+        try:
+            return run_with_fixed_size(folder, give_up)
+        except TrialOutOfMemory:
+            if not lower_micro_batch_size(folder):
+                raise
+        gc.collect()  # the frames of the error are reference cycles that hold tensors
+
+
+def lower_micro_batch_size(folder: Path) -> bool:
+    """Halve the ``auto`` micro-batch size of the run in ``folder``, or take the next lower divisor.
+
+    Return whether there is such a size. A run of several ranks keeps its size, because the others may still
+    be in their trial step.
+    """
+    config, record = read_run_config(folder), RunRecord.read(folder)
+    size = record.auto_micro_batch_size
+    if size is None or size == 1 or record.world_size > 1:
+        return False
+    lower = max(each for each in divisors(config["run"]["global_batch_size"]) if each <= size // 2)
+    config["run"]["micro_batch_size"] = lower
+    write_config(folder, config)
+    # The forecast is that of the first size.
+    replace(record, auto_micro_batch_size=lower, peak_memory=PeakMemory()).write(folder)
+    with log_to(folder / "train.log", Console(stderr=True)):
+        log.warning(
+            "trial step: out of memory with %d rows in a micro-batch (run.micro_batch_size=auto); "
+            "the run begins again with %d",
+            size,
+            lower,
+        )
+    return True
+
+
+def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]) -> None:
+    """Run this rank with the micro-batch size in the config of ``folder``; see ``run_rank``."""
     config, record = read_run_config(folder), RunRecord.read(folder)
     experiment = build_experiment(config, ConfigSources())
     # The only place where ranks differ: rank 0 prints, and writes the files of the run.
@@ -98,6 +146,9 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
                 handlers.callback(training.train_data.close)
                 handlers.enter_context(handling(requested))
                 with training.checkpoints:
+                    record = with_trial_step(training, record)
+                    if main:
+                        record.write(folder)
                     train(training)
                 report.stopped = stop_record(training)
                 if main:
@@ -113,6 +164,12 @@ def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_proc
                 training.hooks.call("end", completed=report.stopped is None)
                 if main:  # hooks may have logged metrics
                     replace(record, results=report.results).write(folder)
+
+
+def with_trial_step(training: TrainContext, record: RunRecord) -> RunRecord:
+    """Take the trial step, if the run has one, and return ``record`` with the measured peak."""
+    peak = take_trial_step(training) if wants_trial_step(training) else None
+    return replace(record, peak_memory=replace(record.peak_memory, trial_step=peak))
 
 
 def check_weights(engine: Engine, state: TrainState) -> None:

@@ -1,15 +1,24 @@
 """``run.trial_step``: the largest micro-batch is tried before the first step, which changes nothing."""
 
+import contextlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+from components.contracts.batch import Batch
 from components.contracts.errors import FAILED
+from components.contracts.loss import Loss
 from components.data.loader import TokenDataLoader
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
+from components.engines.shared.oom import REMEDY
+from runner.launch.run_dir import read_run_config
+from runner.launch.run_record import PeakMemory, RunRecord
+from runner.training import loop
 from tests.e2e.commands import SMALL, call_here, curve, run_here
 
 EXPERTS = [*SMALL, "model=moe_tiny", "model.architecture.moe_intermediate_size=32", "data.max_length=64"]
@@ -41,13 +50,53 @@ def test_the_curve_is_the_same(chosen: list[str], tmp_path: Path) -> None:
     assert curves[0] == curves[1]
 
 
+@pytest.mark.parametrize(("size", "trials"), [("2", 1), ("auto", 3)])
 def test_too_little_memory_is_told_before_the_first_step(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    size: str, trials: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The message has the remedy. A chosen size is first halved, from 4 to 2 and to 1."""
     out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    chosen = (*SMALL, "run.trial_step=true", f"run.micro_batch_size={size}", f"run.output_dir={tmp_path}")
     with mock.patch("components.engines.fsdp2.engine.FSDP2Engine.train_microbatches", out_of_memory):
-        assert call_here(*SMALL, "run.trial_step=true", f"run.output_dir={tmp_path}") == FAILED
-    assert "trial step, with the batch of step" in capfd.readouterr().err
+        assert call_here(*chosen) == FAILED
+    said = capfd.readouterr().err
+    assert "trial step, with the batch of step" in said
+    assert f"out of memory: {REMEDY}" in said
+    assert out_of_memory.call_count == trials
+
+
+def test_a_chosen_size_is_halved_until_the_trial_fits(tmp_path: Path) -> None:
+    """The run then has the curve of the size that its config.yaml and run.json record."""
+    plain = FSDP2Engine.train_microbatches
+
+    def limited(engine: FSDP2Engine, batches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
+        if max(len(batch.labels) for batch in batches) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        plain(engine, batches, loss, last=last)
+
+    chosen = (*SMALL, "run.export=false", "data.packing=none", "run.trial_step=true")
+    with mock.patch.object(FSDP2Engine, "train_microbatches", limited):
+        run = run_here(tmp_path / "auto", *chosen, "run.micro_batch_size=auto")
+    log = (run / "train.log").read_text()
+    assert [f"with {size} rows in a micro-batch" in log for size in (4, 2, 1)] == [True, True, False]
+    record = RunRecord.read(run)
+    assert record.auto_micro_batch_size == read_run_config(run)["run"]["micro_batch_size"] == 1
+    assert record.peak_memory == PeakMemory(), "the forecast was that of another size"
+    assert curve(run) == curve(run_here(tmp_path / "one", *chosen, "run.micro_batch_size=1"))
+
+
+@pytest.mark.parametrize("measured", [None, 3 << 30])
+def test_the_peak_is_recorded_next_to_the_forecast(measured: int | None, tmp_path: Path) -> None:
+    """On a CPU, where torch does not count the memory of tensors, there is no peak."""
+    counted = contextlib.nullcontext() if measured is None else mock.patch.object(loop, "peak_memory")
+    with counted as peak:
+        if peak is not None:
+            peak.return_value = measured
+        run = run_here(tmp_path, *SMALL, "run.export=false", "run.trial_step=true")
+    forecast = json.loads((run / "preflight.json").read_text())["memory"]
+    record = RunRecord.read(run)
+    assert record.peak_memory == PeakMemory(max(stage["total"] for stage in forecast), measured)
+    assert record.auto_micro_batch_size is None
 
 
 def test_the_optimizer_has_its_state_in_the_trial(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from runner.launch.run_record import RunRecord
 from tests.e2e.commands import SMALL, curve, rows, run_here
 
 pytestmark = [
@@ -116,3 +117,4 @@ def test_a_resumed_run_repeats_every_bit(tmp_path: Path, chosen: tuple[str, ...]
 def test_the_largest_micro_batch_that_fits_is_found(tmp_path: Path) -> None:
     run = run_here(tmp_path, *SMALL, "run.device=cuda", "run.micro_batch_size=auto", "run.export=false")
     assert rows(run, "train/loss")
+    assert RunRecord.read(run).peak_memory.trial_step, "the trial step was measured"

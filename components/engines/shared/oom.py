@@ -61,17 +61,17 @@ def naming_microbatch(microbatches: Sequence[Batch]) -> Iterator[Callable[[int],
 
 
 @contextmanager
-def naming_step(step: str) -> Iterator[None]:
+def naming_step(step: str, kind: type[TrainingError] = TrainingError) -> Iterator[None]:
     """Name ``step`` in out-of-memory errors, inside or outside of a micro-batch.
 
     Raises:
-        TrainingError: if the step runs out of memory.
+        TrainingError: of the class ``kind``, if the step runs out of memory.
     """
     try:
         yield
     except MicrobatchOutOfMemory as error:
-        raise TrainingError(f"{step}: {error}") from error
+        raise kind(f"{step}: {error}") from error
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error) or isinstance(error, TrainingError):
             raise
-        raise TrainingError(f"{step}: out of memory: {REMEDY}") from error
+        raise kind(f"{step}: out of memory: {REMEDY}") from error
