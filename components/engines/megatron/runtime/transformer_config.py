@@ -51,8 +51,33 @@ OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16", "fp8"), "run.dtype"),
     "fp8_recipe": "parallelism.fp8_recipe",
     **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), "model.moe"),
+    "cpu_offloading": "parallelism.activation_offloading",
+    "fine_grained_activation_offloading": "parallelism.activation_offloading",
 }
 """Field of Megatron's configuration -> the key of this program's configuration that determines it."""
+REFUSED = {
+    "attention_softmax_in_fp32": "only Megatron's own attention reads it, which this engine replaces",
+    **dict.fromkeys(
+        ("cuda_graph", "enable_cuda_graph", "external_cuda_graph"),
+        "this engine captures no CUDA graphs, because rows differ in length",
+    ),
+    "fp4": "run.dtype has no fp4",
+    **dict.fromkeys(
+        ("fp8_amax_", "fp8_interval", "fp8_margin", "fp8_multi_head_attention", "fp8_wgrad"),
+        "only delayed scaling reads it, which is not a value of parallelism.fp8_recipe",
+    ),
+    **dict.fromkeys(
+        ("moe_router_", "moe_input_jitter_eps", "moe_enable_routing_replay"),
+        "it belongs to Megatron's own router, which this engine replaces; see model.moe",
+    ),
+    "overlap_moe_expert_parallel_comm": "the forward step of this engine makes no schedule plan for it",
+    "tp_comm_": "this engine does not create the buffers that transformer-engine needs for it",
+    "use_te_rng_tracker": "only Megatron's training script reads it",
+    "variable_seq_lengths": "pipeline stages exchange rows of one length here",
+}
+"""Beginning of the names of fields without an effect on this engine, or with which it fails -> the reason."""
+READ_IN_FLOAT8 = ("fp8_", "first_last_layers_bf16", "num_layers_at_", "tp_only_amax_red")
+"""Beginning of the names of fields that are read only with ``run.dtype=fp8``."""
 
 
 def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOptions) -> TransformerConfig:
@@ -115,21 +140,31 @@ def check_further_fields(kind: type[TransformerConfig], given: Config, ours: Con
     """Raise ConfigError if a field in ``parallelism.transformer_config`` or its value is not allowed."""
     hints = typing.get_type_hints(kind)
     for name, value in given.items():
-        of_recomputation = "parallelism.activation_checkpointing" if name.startswith("recompute_") else None
-        key = OURS.get(name, of_recomputation)
-        if key is not None or name in ours:
-            why = f"use {key}" if key else "the model or this engine gives its value"
-            raise ConfigError(f"{FURTHER}.{name}: may not be set here; {why}.")
         if name not in hints:
             near = difflib.get_close_matches(name, hints, n=1, cutoff=0)
             raise ConfigError(
                 f"{FURTHER}.{name}: is not a field of Megatron's {kind.__name__}; did you mean {near[0]!r}?"
             )
+        if (why := why_refused(name, ours)) is not None:
+            raise ConfigError(f"{FURTHER}.{name}: may not be set here; {why}.")
         try:
             adapter = TypeAdapter(hints[name], config=ConfigDict(arbitrary_types_allowed=True))
             adapter.validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             raise ConfigError(f"{FURTHER}.{name}: got {value!r}; {error.errors()[0]['msg']}.") from error
+
+
+def why_refused(name: str, ours: Config) -> str | None:
+    """Return why the field ``name`` may not be set, or None if it may."""
+    of_recomputation = "parallelism.activation_checkpointing" if name.startswith("recompute_") else None
+    if key := OURS.get(name, of_recomputation):
+        return f"use {key}"
+    if name in ours:
+        return "the model or this engine gives its value"
+    reason = next((why for beginning, why in REFUSED.items() if name.startswith(beginning)), None)
+    if reason is None and name.startswith(READ_IN_FLOAT8) and "fp8" not in ours:
+        reason = "it has an effect only with run.dtype=fp8"
+    return reason and f"{reason}; leave it out"
 
 
 def leave_empty(_: torch.Tensor) -> None:

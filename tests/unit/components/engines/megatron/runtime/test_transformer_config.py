@@ -1,10 +1,12 @@
 """Options for which the host would wait are off, and further fields are checked and handed over."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer import TransformerConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components.contracts.device import DeviceKind
@@ -79,7 +81,22 @@ def test_the_rotary_embedding_is_fused_with_transformer_engine(
         ({"glu_linear_offset": "much"}, "glu_linear_offset: got 'much'; Input should be a valid number"),
         ({"timers": "all"}, "timers: got 'all'; Input should be callable"),
         ({"window_size": [1, "x"]}, "window_size: got"),
-        ({"cpu_offloading": True}, r"^parallelism\.transformer_config: Megatron refuses \['cpu_off"),
+        (
+            {"flash_decode": True, "no_rope_freq": 1},
+            r"^parallelism\.transformer_config: Megatron refuses",
+        ),
+        ({"cpu_offloading": True}, r"; use parallelism\.activation_offloading\.$"),
+        ({"attention_softmax_in_fp32": False}, "this engine replaces; leave it out"),
+        ({"cuda_graph_impl": "local"}, "captures no CUDA graphs"),
+        ({"external_cuda_graph": True}, "captures no CUDA graphs"),
+        ({"fp4": "e2m1"}, "run.dtype has no fp4"),
+        ({"fp8_margin": 1}, "only delayed scaling reads it"),
+        ({"first_last_layers_bf16": True}, "only with run.dtype=fp8"),
+        ({"moe_router_dtype": "fp32"}, "it belongs to Megatron's own router"),
+        ({"overlap_moe_expert_parallel_comm": True}, "no schedule plan"),
+        ({"tp_comm_overlap": True}, "does not create the buffers"),
+        ({"use_te_rng_tracker": True}, "only Megatron's training script"),
+        ({"variable_seq_lengths": True}, "rows of one length"),
     ],
 )
 def test_a_field_that_may_not_be_set_is_refused(given: dict[str, Any], message: str) -> None:
@@ -97,6 +114,20 @@ def test_all_layers_or_the_first_ones_are_recomputed(first: int | None, expected
 
 
 def test_further_fields_reach_megatron() -> None:
-    layout = megatron(transformer_config={"glu_linear_offset": 0.5, "attention_softmax_in_fp32": False})
+    further = {"glu_linear_offset": 0.5, "clone_scatter_output_in_embedding": False}
+    layout = megatron(transformer_config=further)
     config = transformer_config(spec("llama").config(), layout, EngineOptions(torch.float32, "cpu"))
-    assert (config.glu_linear_offset, config.attention_softmax_in_fp32) == (0.5, False)
+    assert (config.glu_linear_offset, config.clone_scatter_output_in_embedding) == (0.5, False)
+
+
+def test_fields_of_fp8_are_for_runs_in_fp8() -> None:
+    layout = megatron(transformer_config={"first_last_layers_bf16": True})
+    options = EngineOptions(torch.bfloat16, "cpu", float8=True)
+    assert transformer_config(spec("llama").config(), layout, options).first_last_layers_bf16
+
+
+def test_every_refused_beginning_is_that_of_a_field() -> None:
+    """A later Megatron may rename a field."""
+    names = [each.name for each in fields(TransformerConfig)]
+    beginnings = (*module.REFUSED, *module.READ_IN_FLOAT8, *module.OURS)
+    assert [word for word in beginnings if not any(name.startswith(word) for name in names)] == []
