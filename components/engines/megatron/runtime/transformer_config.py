@@ -56,12 +56,18 @@ OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_
 }
 """Field of Megatron's configuration -> the key of this program's configuration that determines it."""
 REFUSED = {
+    **dict.fromkeys(
+        ("apply_query_key_layer_scaling", "softmax_type", "window_size"),
+        "this engine's attention is that of the model",
+    ),
     "attention_softmax_in_fp32": "only Megatron's own attention reads it, which this engine replaces",
     **dict.fromkeys(
         ("cuda_graph", "enable_cuda_graph", "external_cuda_graph"),
         "this engine captures no CUDA graphs, because rows differ in length",
     ),
     "fp4": "run.dtype has no fp4",
+    "fp8_param": "weights are kept in bf16, from which those in float8 are made",
+    "layernorm_zero_centered_gamma": "the model's norms are not centred",
     **dict.fromkeys(
         ("fp8_amax_", "fp8_interval", "fp8_margin", "fp8_multi_head_attention", "fp8_wgrad"),
         "only delayed scaling reads it, which is not a value of parallelism.fp8_recipe",

@@ -80,7 +80,7 @@ def test_the_rotary_embedding_is_fused_with_transformer_engine(
         ({"glu_linear_ofset": 0.5}, "glu_linear_ofset: is not a field .*; did you mean 'glu_linear_offset'"),
         ({"glu_linear_offset": "much"}, "glu_linear_offset: got 'much'; Input should be a valid number"),
         ({"timers": "all"}, "timers: got 'all'; Input should be callable"),
-        ({"window_size": [1, "x"]}, "window_size: got"),
+        ({"glu_linear_offset": [1, "x"]}, "glu_linear_offset: got"),
         (
             {"flash_decode": True, "no_rope_freq": 1},
             r"^parallelism\.transformer_config: Megatron refuses",
