@@ -8,6 +8,7 @@ EXPORTS = ("export", "*/export", "*/*/export")
 
 def hint_for_run(folder: Path) -> str:
     """Return a sentence that names the export of the newest run in ``folder``; "" if there is none."""
-    found = [path for pattern in EXPORTS for path in folder.glob(pattern)]
+    paths = (path for pattern in EXPORTS for path in folder.glob(pattern))
+    found = [path for path in paths if (path.parent / "run.json").is_file()]
     newest = max(found, key=lambda path: path.parent.name, default=None)
-    return "" if newest is None else f" The export of a run is there: {newest}."
+    return "" if newest is None else f" A run exported its model to {newest}; use that."

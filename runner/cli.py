@@ -148,7 +148,7 @@ def as_override(word: str) -> str:
     """
     key, equals, value = word.partition("=")
     if key.endswith(("data.split", "data.eval_split")):
-        return key + equals + re.sub(r"(?<![^,])[^,'\"()]*\[[^,'\"]*", r"'\g<0>'", value)
+        return key + equals + re.sub(r"(?:^|(?<=,)) *([^][,'\"() ]+\[[^,'\"]*)", r"'\1'", value)
     return re.sub(r"(?<=[=,:\[ ])~[\w.-]*(?=/)", lambda found: expand_home(key, found[0]), word)
 
 
@@ -385,10 +385,15 @@ def no_override(word: str, reason: str) -> str:
 
 def several_values(key: str, values: str) -> str:
     """Return the message for values with commas on a command line that starts no sweep."""
-    if key not in known_keys() and not group_options(key):
-        return unread_key(key)
-    word = f"{key}={values} (the command line)"
-    return f"{word}: has several values; use {key}=[{values}] for a list, or -m for a sweep."
+    name, options = key.lstrip("+"), group_options(key)
+    if name not in known_keys() and not options:
+        return unread_key(name)
+    another = f", or {name}=[{values}] if it takes a list"
+    if name == "data.eval":
+        another = ", or data.eval='{a: FILE, b: FILE}' for several sets"
+    elif options:
+        another = f", or {name}=[{values}]" if name in ("logger", "hook") else ""
+    return f"{key}={values} (the command line): has several values; use -m for a sweep of them{another}."
 
 
 def unread_key(key: str) -> str:

@@ -186,9 +186,6 @@ class DataAudit(Protocol):
 
     def to_json(self) -> str: ...
 
-    def size(self) -> tuple[int, int]:
-        """Return the numbers of training samples and of rows of the first epoch."""
-
     def render(self) -> object:
         """Return a renderable of the library rich."""
 

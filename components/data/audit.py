@@ -1,13 +1,13 @@
 """Statistics of the data, printed and saved with every run."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 from rich.table import Table
 
-from components.data.store.token_store import Bools, FilterResult, TokenSequences
+from components.data.store.token_store import BadRecord, Bools, FilterResult, TokenSequences
 
 LISTED = 10
 """Number of bad records of a source that the audit lists."""
@@ -39,7 +39,7 @@ class SourceAudit:
     first_bad: tuple[str, ...]
     """The place and the fault of the first ``LISTED`` of these records."""
     unread: Mapping[str, int] = field(hash=False)
-    """Number of records with a value in a field that is not read, by the field's name."""
+    """Number of records of the whole source with a value in a field that is not read, by the field's name."""
     long_prompts: int
     """Number of samples, kept or left out, whose prompt without the answer exceeds ``data.max_length``."""
     cut_prompts: int
@@ -72,9 +72,6 @@ class Audit:
     train: SplitAudit
     eval: Mapping[str, SplitAudit] = field(hash=False)
     """The evaluation sets by the prefix of their metrics: ``eval``, or ``eval/NAME`` for a named set."""
-
-    def size(self) -> tuple[int, int]:
-        return sum(source.samples for source in self.train.sources), self.train.rows
 
     def to_json(self) -> str:
         splits = {name: asdict(split) for name, split in self._splits().items()}
@@ -142,7 +139,7 @@ def audit_source(
         unsupervised=record.left_out["unsupervised"] if with_left_out else 0,
         identical=record.left_out["identical"] if with_left_out else 0,
         bad=len(record.bad) if with_left_out else 0,
-        first_bad=tuple(f"{bad.origin}: {bad.reason}" for bad in record.bad[: LISTED * with_left_out]),
+        first_bad=listed(record.bad) if with_left_out else (),
         unread=dict(sorted(record.unread.items())),
         long_prompts=record.long_prompts if with_left_out else 0,
         cut_prompts=record.cut_prompts if with_left_out else 0,
@@ -153,6 +150,10 @@ def audit_source(
         length_p99=int(p99),
         length_max=int(lengths.max(initial=0)),
     )
+
+
+def listed(records: Sequence[BadRecord]) -> tuple[str, ...]:
+    return tuple(f"{bad.origin}: {bad.reason}" for bad in records[:LISTED])
 
 
 def _share(flags: Bools | None, selected: Bools) -> float | None:

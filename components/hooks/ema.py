@@ -18,6 +18,8 @@ from components.contracts.errors import ConfigError
 from components.contracts.hook import Hook, HookRun
 from components.models import ModelSpec
 
+RESERVED = ("checkpoints", "completions", "export", "logs", "stream")
+"""Folders of a run that a hook may not be named after, because the average is in a folder of its name."""
 log = logging.getLogger(__name__)
 
 
@@ -40,6 +42,8 @@ class EMA(Hook):
     def begin(self, run: HookRun) -> None:
         if not isinstance(run.adapter, LoRA | None):
             raise ConfigError("hook.ema: cannot export the average of an adapter of your own; leave it out.")
+        if run.name in RESERVED:
+            raise ConfigError(f"hook.{run.name}: is a folder of the run, and EMA writes to one; rename it.")
         self.saved = run.resumed_from  # a run that was killed before its export has no further step
         self.average: dict[str, Tensor] = {}
         self.copies: dict[str, Tensor] = {}

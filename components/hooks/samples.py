@@ -16,7 +16,7 @@ from components.contracts.hook import Hook, HookRun
 from components.contracts.json_types import Json
 from components.data.records.options import RecordOptions
 from components.data.tokenize.prompts import Prompt, read_prompts
-from components.models.generate import complete, load_model, use_plain_decoding
+from components.models.generate import check_positions, complete, load_model, use_plain_decoding
 
 
 @dataclass(kw_only=True)
@@ -52,10 +52,11 @@ class Samples(Hook):
         return read_prompts(self.prompts, options)
 
     def begin(self, run: HookRun) -> None:
-        """Raise ConfigError on every rank if the chat template refuses a prompt."""
+        """Raise ConfigError on every rank if the chat template refuses a prompt, or it is too long."""
         tokenizer = run.model.load_tokenizer()
+        config = run.model.config()
         for prompt in self._prompts():
-            prompt.token_ids(tokenizer)
+            check_positions(config, len(prompt.token_ids(tokenizer)), self.max_new_tokens)
         if run.is_main:
             shutil.rmtree(self._scratch(run), ignore_errors=True)  # of a run that was killed
 

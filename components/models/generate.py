@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
 from components.accelerator import inference_device
@@ -96,7 +102,7 @@ def complete(
     transformers' ``generate``.
     """
     width = max(map(len, prompts))
-    check_positions(model, width, options["max_new_tokens"])
+    check_positions(model.config, width, options["max_new_tokens"])
     pad = tokenizer.pad_token_id or 0
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -113,9 +119,8 @@ def complete(
     return found
 
 
-def check_positions(model: PreTrainedModel, length: int, max_new_tokens: int) -> None:
+def check_positions(config: PreTrainedConfig, length: int, max_new_tokens: int) -> None:
     """Raise ConfigError if a prompt of ``length`` tokens and its completion exceed learned positions."""
-    config = model.config
     positions = getattr(config, "max_position_embeddings", None)
     is_rotary = getattr(config, "rope_parameters", None) is not None
     if positions is not None and not is_rotary and length + max_new_tokens > positions:

@@ -16,6 +16,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.hook import Hook
 from components.contracts.parallelism import ParallelismSpec
 from components.engines.megatron import Megatron
+from components.engines.megatron.float8 import RECIPES
 from components.models import ModelSpec
 from components.models.attention_shape import attention_shape
 from components.optimizers.muon import HEADS, Muon
@@ -65,9 +66,9 @@ def check_forecast(mode: str, layout: ParallelismSpec, dtype: str) -> None:
             f"preflight.mode: is {mode}, but only layouts of FSDP2 and Megatron have a forecast, and "
             f"parallelism is a {type(layout).__name__}; use preflight.mode=check, or another parallelism."
         )
-    if mode == "rehearse" and dtype == "fp8" and isinstance(layout, Megatron):
+    if mode in ("rehearse", "prove") and dtype == "fp8" and isinstance(layout, Megatron):
         raise ConfigError(
-            "preflight.mode: rehearse cannot call transformer-engine's float8 products, which need a real "
+            f"preflight.mode: {mode} cannot call transformer-engine's float8 products, which need a real "
             "GPU; use run.dtype=bf16, or preflight.mode=only."
         )
 
@@ -97,18 +98,20 @@ def resolve_device(device: Literal["auto", DeviceKind], name: str | None = None)
     return here if device == "auto" else device
 
 
-def check_float8(device: str, name: str | None) -> None:
-    """Raise ConfigError if the device (the GPU ``name``, if it is given) has no float8 matrix products.
+def check_float8(device: str, name: str | None, layout: ParallelismSpec) -> None:
+    """Raise ConfigError if the device (the GPU ``name``, if given) has no float8 products of ``layout``.
 
     The CPU is accepted, because its products are computed from the rounded values.
     """
     if device not in ("cpu", "cuda"):
         raise ConfigError("run.dtype: fp8 is for NVIDIA GPUs and the CPU; use run.dtype=bf16.")
-    lacks = device == "cuda" and name is None and torch.cuda.get_device_capability() < (8, 9)
+    needed = RECIPES[layout.fp8_recipe].capability if isinstance(layout, Megatron) else (8, 9)
+    lacks = device == "cuda" and name is None and torch.cuda.get_device_capability() < needed
     if name in WITHOUT_FLOAT8 or lacks:
+        least = ".".join(map(str, needed))
         raise ConfigError(
-            f"run.dtype: fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or above, which "
-            f"{name or torch.cuda.get_device_name()} is not; use run.dtype=bf16."
+            f"run.dtype: fp8 needs a GPU of compute capability {least} or above here (8.9 is Ada, 9.0 "
+            f"Hopper), which {name or torch.cuda.get_device_name()} is not; use run.dtype=bf16."
         )
 
 
@@ -204,8 +207,8 @@ def check_evaluated_reference(choice: str, *, other: bool) -> None:
     """
     if choice in ("frozen", "precomputed") and not other:
         raise ConfigError(
-            f"stage.reference: is {choice}, but without a run, the evaluated weights would be their own "
-            "reference, and all rewards 0; set stage.reference_path to the model before this training."
+            f"stage.reference: is {choice}, but an evaluation without the run compares the weights with "
+            "themselves, so all rewards are 0; set stage.reference_path to the model before this training."
         )
 
 

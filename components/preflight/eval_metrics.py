@@ -56,8 +56,8 @@ def check_watched_metric(metric: str, loss: Loss, key: str) -> None:
     if evaluation_set(metric, names) is None:
         known = ", ".join(f"eval/{name}" for name in names)
         raise ConfigError(
-            f"{key}: evaluations do not report {metric!r}; use one of {known}. A set NAME of data.eval has "
-            f"its own, such as eval/NAME/{names[0]}."
+            f"{key}: evaluations do not report {metric!r}; use one of {known}. For a named set of "
+            f"data.eval, use eval/NAME/{names[0]}."
         )
 
 

@@ -173,10 +173,9 @@ def length_line(case: Candidate) -> str:
     share = loader.epoch(1)
     if case.data.streamed or share is None:
         return f"{case.data.num_steps:,} steps of a stream"
-    samples, rows = case.data.audit.size()
-    packed = f" ({samples:,} samples in {rows:,} rows)" if samples > rows else ""
-    length = f"{case.data.num_steps:,} steps, {case.data.num_steps * share:,.2f} epochs"
-    return f"{length} of {1 / share:,.0f} steps{packed}"
+    return (
+        f"{case.data.num_steps:,} steps, {case.data.num_steps * share:,.2f} epochs of {1 / share:,.0f} steps"
+    )
 
 
 def tabulate(name: str, section: Section) -> Table:

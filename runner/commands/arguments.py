@@ -26,7 +26,7 @@ def parse_pairs(
     given: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if not equals and "checkpoint" in keys and Path(argument).exists():
+        if not equals and "checkpoint" in keys and is_path(argument):
             raise ConfigError(f"{argument}: is not KEY=VALUE; use checkpoint={argument}.")
         if key not in keys or not equals:
             raise ConfigError(f"{argument}: is not KEY=VALUE with a known key; {did_you_mean(key, keys)}")
@@ -38,6 +38,14 @@ def parse_pairs(
         if key not in given:
             raise ConfigError(f"{key}: is missing. Usage: {first_line(usage)}")
     return given
+
+
+def is_path(word: str) -> bool:
+    """Return whether ``word`` is the path of a file or a folder."""
+    try:
+        return bool(word) and Path(word).exists()
+    except OSError:  # it is too long
+        return False
 
 
 def trusted_modules(value: str) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ def answer(
     text = template.render(messages, prompt=True)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
-    check_positions(model, length, options["max_new_tokens"])
+    check_positions(model.config, length, options["max_new_tokens"])
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     with torch.no_grad():
         whole = model.generate(

@@ -19,7 +19,7 @@ from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
 from components.models.remote_code import brings_code
 from runner import cli
-from runner.commands.arguments import first_line, trusted_modules
+from runner.commands.arguments import first_line, is_path, trusted_modules
 from runner.config.command_line import hydra_value, long_flags
 from runner.config.renamed_keys import with_current_key
 from runner.config.sources import is_trusted, name_of
@@ -33,6 +33,8 @@ _DATA = ("data", "experiment", "data.train", "data.eval", "data.sources")
 _DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
 """Keys that name data sets, which only the option ``data=llamafactory`` has."""
 _CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")
+_LOADED = ("model.path", "model.tokenizer", "stage.reference_path")
+"""Keys of the folders that are loaded with ``model.trust_remote_code``."""
 _DEMO = "components.data.StdlibData"
 """Class of the embedded text, which ``data.eval`` replaces."""
 ADAPTER_CONFIG = "adapter_config.json"
@@ -55,7 +57,7 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
     named = [word.partition("=")[2] for word in arguments if word.startswith("checkpoint=")]
     if len(named) != 1:
         have = "is given twice" if named else "is missing"
-        if not named and (bare := next((word for word in given if Path(word).exists()), None)):
+        if not named and (bare := next(filter(is_path, given), None)):
             have = f"is missing, and {bare} is not KEY=VALUE: use checkpoint={bare}"
         raise ConfigError(f"checkpoint: {have}; give one. Usage: {first_line(__doc__)}")
     folder = Path(expand_home("checkpoint", named[0])).absolute()
@@ -75,16 +77,34 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
         known = [word for word in known if not name_of(word).startswith("parallelism.")]
     if {"data.eval", "data"} & {*map(name_of, given)} == {"data.eval"} and "data=llamafactory" in known:
         known = [word for word in known if word != "data=llamafactory" and name_of(word) not in _DATASETS]
-    for group in {"data", "logger"} & {*map(name_of, given)}:  # another option, which has its own keys
-        known = [word for word in known if not name_of(word).startswith(f"{group}.")]
+    known = without_replaced(known, given)
     words = [*known, *_ONLY, *evaluated_data(known, given), *given]
     options = [word for word in words if word.startswith("-")]  # Hydra refuses them between overrides
     keys = {name_of(word): word for word in words if word not in options}  # of each key the last one
     return [*options, *keys.values()]
 
 
+def without_replaced(known: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return ``known`` without the keys of options of ``data`` and ``logger`` that ``given`` replaces."""
+    chosen = {name_of(word): word.partition("=")[2] for word in given}
+    option, loggers = chosen.get("data"), chosen.get("logger")
+    is_ours = option in cli.group_options("data")
+    keys = cli.keys_of("data", str(option)) if is_ours else None
+
+    def is_kept(word: str) -> bool:
+        group, *rest = name_of(word).split(".")
+        if group == "data" and rest and keys is not None:
+            return rest[0] in keys
+        if group == "logger" and rest and loggers is not None:
+            return rest[0] in loggers.strip("[]").split(",")
+        return True
+
+    return [word for word in known if is_kept(word)]
+
+
 def named_after(folder: Path) -> str:
     """Return the override for the name of the evaluation of a folder, which may be the export of a run."""
+    folder = folder.resolve()
     name = folder.parent.parent.name if (folder.parent / "run.json").is_file() else folder.name
     return f"run.name={hydra_value(f'evaluate_{name}')}"
 
@@ -138,12 +158,12 @@ def recorded(folder: Path) -> list[str]:
             if name_of(word).split(".")[0] not in _LEFT_OUT and name_of(word) not in _TRAINING
         ),
         *(["hydra.mode=RUN"] if "sweep" in map(name_of, given) else []),
-        named_after(run.resolve() / "export"),  # not among the trained runs
+        named_after(run / "export"),  # not among the trained runs
         f"checkpoint.resume={hydra_value(folder)}",
         "checkpoint.allow_mismatch=true",
     ]
     if (run / "config.yaml").is_file():
-        is_demo = read_run_config(run).get("data", {}).get("_target_") == _DEMO
+        is_demo = (read_run_config(run).get("data") or {}).get("_target_") == _DEMO
         if is_demo and "data" not in map(name_of, words):  # an experiment may select data, and did not
             words.append("data=demo")
         # An override or an experiment may name a run, whose newest checkpoint is another one now.
@@ -163,8 +183,9 @@ def stage_of(overrides: Sequence[str]) -> str:
 def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
     """Raise ConfigError if the options of a run name code that the user has not trusted."""
     trusted = [module for word in given if word.startswith("trust=") for module in trusted_modules(word[6:])]
-    paths = [word.partition("=")[2] for word in recorded if name_of(word) == "model.path"]
-    path = str(cli.value_of(f"model.path={paths[-1]}")) if paths else None
+    last = {name_of(word): word for word in [*recorded, *given]}
+    loaded = {key: str(cli.value_of(last[key])) for key in _LOADED if key in last}
+    is_harmless = "model.path" in loaded and not brings_code(loaded.values())
     for word in recorded:
         classes = _CLASS.findall(word)
         if len(classes) < word.count("_target_") or not all(is_trusted(name, trusted) for name in classes):
@@ -173,7 +194,7 @@ def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
                 "folder may not; if you know the code, give trust=[MODULE]."
             )
         allows = "trust_remote_code" in word and not word.lower().endswith("=false")
-        if allows and "model.trust_remote_code" not in map(name_of, given) and brings_code(path):
+        if allows and "model.trust_remote_code" not in map(name_of, given) and not is_harmless:
             raise ConfigError(
                 f"{name_of(word)} (run.json): the run allowed code that its model brings; read it, then give "
                 "model.trust_remote_code=true."
@@ -207,6 +228,8 @@ def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
             return []
         path = hydra_value(next(iter(sets.values()), None) if isinstance(sets, dict) else sets)
         if cli.is_swept(f"data.eval={values['data.eval']}"):  # each job reads its own file
+            if "{" in values["data.eval"]:
+                raise ConfigError("data.eval: a sweep varies one set per job; give paths without names.")
             path = "${data.eval}"
         words = [*known, *given]
         chosen = next((word for word in reversed(words) if name_of(word) == "data"), None)

@@ -708,14 +708,15 @@ def name_runs(work: Translation) -> None:
         is_local = path.is_absolute() or path.parts[:1] == ("saves",) or len(path.parts) > 2  # no hub id
         is_saved = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
         if is_local and not is_saved:
-            work.checks[key] = "if another command writes this folder, give the export of its run here"
+            work.checks[key] = "if an earlier training writes this folder, give RUN/export of that run here"
 
 
 def leave_out_evaluations(work: Translation) -> None:
     """Remove the overrides that need evaluations, for which no data is left."""
     for key in list(work.words):
-        if key.startswith(("run.eval_every", "checkpoint.keep_best", "early_stopping.")):
+        if key.startswith(("run.eval_every", "run.eval_on_start", "checkpoint.keep_best", "early_stopping.")):
             del work.words[key]
+            work.checks.pop(key, None)
             work.needless.update(dict.fromkeys(work.names_of(key), "there is no evaluation data"))
 
 

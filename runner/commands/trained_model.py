@@ -48,7 +48,9 @@ def read_checkpoint(given: Mapping[str, str]) -> tuple[CheckpointModel, torch.dt
         )
     where = ConfigSources(run_folder=run, trusted=trusted_modules(given.get("trust", "[]")))
     model, adapter = (build_component(group, config[group], where) for group in ("model", "adapter"))
-    is_trusted = given.get("trust_remote_code") == "true" or not brings_code(model.path)
+    # Only the model and its tokenizer are loaded with this trust.
+    loaded = [path for path in (model.path, getattr(model, "tokenizer", None)) if path is not None]
+    is_trusted = given.get("trust_remote_code") == "true" or (bool(loaded) and not brings_code(loaded))
     if model.trust_remote_code and not is_trusted:
         raise ConfigError(
             f"model.trust_remote_code ({where.of('model')}): is true, so {model.path} brings its own code; "

@@ -350,7 +350,8 @@ def check_launch(
         config = {**config, "checkpoint": {**config["checkpoint"], "init_from": checkpoint.init_from}}
     reference = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     if run.evaluate_only and checkpoint.resume == "never":
-        checks.check_evaluated_reference(reference.choice, other=reference.is_separate_model)
+        is_other = reference.is_separate_model or experiment.adapter is not None  # without the adapter
+        checks.check_evaluated_reference(reference.choice, other=is_other)
     check_place(os.environ)
     place = RankInfo.read()
     checks.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=place.launched)
@@ -362,7 +363,7 @@ def check_launch(
     local_ranks = place.local_world_size if place.launched else world_size
     checks.check_rehearsed_rank(ahead.rank, world_size)
     if run.dtype == "fp8":
-        checks.check_float8(device, ahead.device_name)
+        checks.check_float8(device, ahead.device_name, experiment.parallelism)
     if ahead.mode == "check":
         checks.check_ranks(world_size, device, local_ranks)
     checks.check_restarts(run.max_restarts, place.launched)

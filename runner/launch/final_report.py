@@ -27,12 +27,13 @@ def print_summary(experiment: Experiment, folder: Path, record: RunRecord, saved
     facts = {"run folder": str(folder), "checkpoint": str(saved or "none")}
     best = best_checkpoint(folder / "checkpoints") if experiment.checkpoint.keep_best else None
     if best is not None:
-        command = f"python -m runner.export checkpoint={best} output=DIR"
+        command = shlex.join(["python", "-m", "runner.export", f"checkpoint={best}", "output=DIR"])
         facts["best"] = f"{best} by {experiment.checkpoint.keep_best}; the export is of the last step, and "
         facts["best"] += f"{command} makes one of the best"
-    facts |= metric_facts(record.results)
     if experiment.run.evaluate_only:
         facts |= evaluation_facts(record.results, experiment.stage)
+    else:
+        facts |= metric_facts(record.results)
     # The folder may have the export of an earlier end of the run.
     if experiment.run.export and not experiment.run.evaluate_only and (folder / "export").is_dir():
         facts |= export_facts(experiment, folder, record)

@@ -97,7 +97,8 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
         own = found.resume.parent.parent
     if own is None:
         if continues:
-            told = f"checkpoint.resume=auto: no earlier run to continue in {Path(run.output_dir, run.name)}"
+            runs = Path(run.output_dir, run.name)
+            told = f"checkpoint.resume=auto: no run with a checkpoint in {runs}; a new run begins"
             launch.console.print(told, soft_wrap=True, highlight=False)
         folder = create_run_folder(run.output_dir, run.name)
         launch.resources.enter_context(locked(folder))

@@ -63,7 +63,8 @@ def reopen_run_folder(folder: Path, step: int) -> Path:
         if (folder / name).is_file():
             raise ConfigError(f"{folder / name}: is a file, and the run needs a folder there; move it.")
     for path in folder.glob("completions/**/step_*.jsonl"):
-        if not step or int(path.stem.removeprefix("step_")) > step:
+        number = path.stem.removeprefix("step_")
+        if number.isdigit() and (not step or int(number) > step):
             path.unlink()
     path = folder / "metrics.jsonl"
     if not path.exists():  # another logger was chosen

@@ -138,7 +138,8 @@ class MetricsReporter:
 
     def of_hook(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         """Write metrics of a hook, numbers or tensors of one element, without a line on the terminal."""
-        self._write({"step": state.step, **{name: float(value) for name, value in metrics.items()}})
+        found = {name: None if value is None else float(value) for name, value in metrics.items()}
+        self._write({"step": state.step, **found})
 
     def table_of_hook(self, state: TrainState, name: str, rows: Sequence[Mapping[str, str]]) -> None:
         """Write a table of a hook to the loggers."""

@@ -124,12 +124,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "several values without a sweep": (
         ["optimizer.lr=1e-3,1e-4"],
-        ["optimizer.lr=1e-3,1e-4 (", "use optimizer.lr=[1e-3,1e-4] for a list, or -m for a sweep."],
+        ["optimizer.lr=1e-3,1e-4 (", "use -m for a sweep of them, or optimizer.lr=[1e-3,1e-4] if it"],
     ),
     "several options without a list": (
         ["logger=jsonl,wandb"],
-        ["use logger=[jsonl,wandb] for a list"],
+        ["use -m for a sweep of them, or logger=[jsonl,wandb]."],
     ),
+    "several models": (["model=tiny,moe_tiny"], ["has several values; use -m for a sweep of them."]),
+    "several sets": (["data=files", "data.eval=a,b"], ["or data.eval='{a: FILE, b: FILE}' for several sets"]),
     "several values of another tool": (["lora_target=q_proj,v_proj"], ["use adapter.target_modules"]),
     "another command": (["chat", "model=tiny"], ["is a command of its own; use python -m runner.chat."]),
     "hook": (["hook=[emma]"], ["hook=emma", "did you mean 'ema'"]),

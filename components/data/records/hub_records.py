@@ -33,7 +33,7 @@ class HubDataset:
 
     @property
     def name(self) -> str:
-        part = "" if self.subset is None else f", {self.subset}"
+        part = "".join(f", {name}" for name in (self.subset, self.folder) if name is not None)
         return f"hub:{self.repo} ({self.split}{part})"
 
     def fingerprint(self) -> str:
@@ -91,10 +91,15 @@ def read_cache_without_network(repo: str) -> None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    if datasets.config.HF_HUB_OFFLINE:
+        return
     try:
-        HfApi().dataset_info(repo, timeout=10)
+        HfApi().dataset_info(repo, expand=["sha"], timeout=10)
     except (HfHubHTTPError, HFValidationError):
         return  # ``datasets`` explains the hub's answer
-    except Exception as error:  # noqa: BLE001  its class is that of the HTTP library, which varies
-        log.info("hub: cannot be reached (%s), so only its cache is read", one_line(error))
+    except Exception as error:  # the class is that of the HTTP library, which varies
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if not kinds & {"OSError", "TransportError"}:
+            raise
+        log.warning("hub: cannot be reached (%s), so only its cache is read", one_line(error))
         datasets.config.HF_HUB_OFFLINE = True

@@ -22,8 +22,8 @@ from components.data.records.samples import Tool, Turns
 from components.data.tokenize.assistant_mask import Template
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_OF_ALPACA = ("query", "input", "history")
-"""Fields of alpaca besides the instruction, which may be called ``prompt``."""
+_ANSWERS = ("completion", "chosen", "rejected")
+"""Fields of other formats, in which ``prompt`` is the whole prompt."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,14 @@ class Prompt:
         return own | completion
 
 
+def _is_alpaca(record: Json) -> bool:
+    """Return whether ``prompt`` is the instruction of a record of alpaca."""
+    further = [record.get(name) for name in ("query", "input")]
+    has_more = any(isinstance(value, str) and value for value in further)
+    has_more |= isinstance(record.get("history"), list)
+    return isinstance(record.get("prompt"), str) and has_more and not {*_ANSWERS} & record.keys()
+
+
 def read_prompts(path: str, options: RecordOptions) -> list[Prompt]:
     """Return the prompts in the files of ``path``.
 
@@ -86,6 +94,8 @@ def read_prompts(path: str, options: RecordOptions) -> list[Prompt]:
 def _read_prompt(record: Json | Unreadable, origin: str, options: RecordOptions) -> Prompt:
     if isinstance(record, Unreadable):
         raise record.error
+    if any(record.get(name) for name in _MEDIA):
+        raise RecordError(f"{origin}: has images, audio or video, and a prompt is text; remove them.")
     tools, kwargs = read_tools(record, origin), read_template_kwargs(record, options, origin)
     for key in ("messages", "conversations", "prompt"):
         if isinstance(record.get(key), list):
@@ -93,9 +103,7 @@ def _read_prompt(record: Json | Unreadable, origin: str, options: RecordOptions)
             if turns[-1]["role"] == "assistant":
                 raise RecordError(f"{origin}: {key} ends with an answer; remove that turn from the prompt.")
             return Prompt(record, origin, with_default_system(turns, options), tools, kwargs)
-    if any(record.get(name) for name in _MEDIA):
-        raise RecordError(f"{origin}: has images, audio or video, and a prompt is text; remove them.")
-    if record.get("instruction") is not None or any(record.get(name) for name in _OF_ALPACA):
+    if record.get("instruction") is not None or _is_alpaca(record):
         turns = with_default_system(alpaca_prompt(record, origin), options)
         return Prompt(record, origin, turns, tools, kwargs)
     key = "text" if record.get("prompt") is None and "text" in record else "prompt"

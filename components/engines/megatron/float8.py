@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from transformers import PreTrainedModel
 
 from components.contracts.engine import EngineOptions
@@ -45,8 +44,7 @@ def check(layout: Layout, model: PreTrainedModel, options: EngineOptions) -> Non
     """Check that transformer-engine can compute the linear layers of ``model`` in float8.
 
     Raises:
-        ConfigError: if it does not compute this run, if a rank's part of a matrix has an unsuitable size, or
-            if this machine's GPU has no products of the recipe.
+        ConfigError: if it does not compute this run, or a rank's part of a matrix has an unsuitable size.
     """
     told = model.config, layout, options.dtype, options.device, options.adapter
     if (reason := why_no_transformer_engine(*told)) is not None:
@@ -56,21 +54,16 @@ def check(layout: Layout, model: PreTrainedModel, options: EngineOptions) -> Non
         )
     if not uses_transformer_engine(*told):
         raise ConfigError(
-            f"parallelism.transformer_impl: is {layout.transformer_impl}, which means Megatron's own layers "
-            "here, and these do not compute in float8; use transformer_engine, or run.dtype=bf16."
+            f"parallelism.transformer_impl: is {layout.transformer_impl}, which chooses Megatron's own "
+            "layers on this machine, and they do not compute in float8; use transformer_engine, or "
+            "run.dtype=bf16."
         )
     recipe, name = RECIPES[layout.fp8_recipe], layout.fp8_recipe
     if unsuitable := [size for size in matrix_sizes(layout, model) if size % recipe.multiple]:
         raise ConfigError(
-            f"run.dtype: fp8 needs matrices with multiples of {recipe.multiple} rows and columns "
-            f"(parallelism.fp8_recipe={name}), and a rank has {unsuitable[0]}; use a smaller parallelism.tp, "
-            "or run.dtype=bf16."
-        )
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < recipe.capability:
-        raise ConfigError(
-            f"parallelism.fp8_recipe: {name} needs a GPU of compute capability "
-            f"{'.'.join(map(str, recipe.capability))} or above, which {torch.cuda.get_device_name()} is not; "
-            "use tensorwise."
+            f"run.dtype: fp8 (parallelism.fp8_recipe={name}) needs matrices whose numbers of rows and "
+            f"columns are multiples of {recipe.multiple}, and a rank has one of {unsuitable[0]}; use a "
+            "smaller parallelism.tp, or run.dtype=bf16."
         )
 
 

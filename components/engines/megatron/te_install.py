@@ -27,4 +27,5 @@ def has_packed_kernel() -> bool:
     Such a kernel does not store all attention scores. transformer-engine's own fused attention is such a
     kernel from compute capability 9.0 (Hopper) on. flash-attn is such a kernel on earlier GPUs, too.
     """
-    return find_spec("flash_attn") is not None or torch.cuda.get_device_capability() >= (9, 0)
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return on_hopper or find_spec("flash_attn") is not None

@@ -23,8 +23,10 @@ def test_the_export_of_the_newest_run_is_named(tmp_path: Path, reader: Callable[
     assert hint_for_run(tmp_path) == ""
     for stamp in ("2026-01-01_00-00-00", "2026-01-02_00-00-00"):
         (tmp_path / "sft" / stamp / "export").mkdir(parents=True)
+        (tmp_path / "sft" / stamp / "run.json").write_text("{}")
+    (tmp_path / "sft" / "z" / "export").mkdir(parents=True)  # of something else
     newest = tmp_path / "sft" / "2026-01-02_00-00-00"
     for folder in (tmp_path, tmp_path / "sft", newest):
         with pytest.raises(ConfigError) as caught:
             reader(folder)
-        assert str(caught.value).endswith(f" The export of a run is there: {newest / 'export'}.")
+        assert str(caught.value).endswith(f" A run exported its model to {newest / 'export'}; use that.")

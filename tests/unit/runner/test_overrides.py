@@ -13,6 +13,8 @@ from runner.cli import as_override
         ("'train[:90%]'", "'train[:90%]'"),
         ("train[:5%]+test[:5%]", "'train[:5%]+test[:5%]'"),
         ("train[:10%],train[10:20]", "'train[:10%]','train[10:20]'"),
+        ("train[:10%], train[10%:]", "'train[:10%]','train[10%:]'"),
+        ("[train,test]", "[train,test]"),
         ("train", "train"),
     ],
 )

@@ -58,6 +58,9 @@ def test_a_model_without_code_needs_no_consent(tmp_path: Path) -> None:
     overrides = ["model=hf", f"model.path={base}", "model.trust_remote_code=true"]
     RunRecord(overrides=overrides).write(tmp_path)
     assert {*overrides} <= {*evaluation([f"checkpoint={tmp_path}"])}
+    for other in ("model.path=org/model", "model.tokenizer=org/tokenizer", "stage.reference_path=org/model"):
+        with pytest.raises(ConfigError, match=r"then give model\.trust_remote_code=true"):
+            evaluation([f"checkpoint={tmp_path}", other])
     (base / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {}}))
     with pytest.raises(ConfigError, match=r"then give model\.trust_remote_code=true"):
         evaluation([f"checkpoint={tmp_path}"])
@@ -67,6 +70,8 @@ def test_jobs_of_a_sweep_read_their_own_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     words = evaluation(["-m", f"checkpoint={tmp_path}", "data.eval=a.jsonl,b.jsonl"])
     assert {"-m", "data.eval=a.jsonl,b.jsonl", "data.train=${data.eval}", "data=files"} <= {*words}
+    with pytest.raises(ConfigError, match=r"data\.eval: a sweep varies one set per job; give paths"):
+        evaluation(["-m", f"checkpoint={tmp_path}", "data.eval={a: x},{a: y}"])
 
 
 @pytest.mark.parametrize(("kind", "replaced"), [("components.data.StdlibData", True), ("mine.Data", False)])
@@ -78,11 +83,13 @@ def test_an_experiment_that_selects_no_data(tmp_path: Path, kind: str, replaced:
 
 
 def test_keys_of_options_that_are_not_chosen_any_more(tmp_path: Path) -> None:
-    before = ["logger=[wandb]", "logger.wandb.mode=offline", "data=files", "data.train=a.jsonl"]
+    before = ["logger=[wandb]", "logger.wandb.mode=offline", "data=files", "data.columns={text: a}"]
     RunRecord(overrides=before).write(tmp_path)
     words = evaluation([f"checkpoint={tmp_path}", "logger=[jsonl]", "data=demo"])
     assert {"logger=[jsonl]", "data=demo"} <= {*words}
     assert not any(word.startswith(("logger.", "data.")) for word in words)
+    words = evaluation([f"checkpoint={tmp_path}", "logger=[jsonl,wandb]", "data=files", "data.eval=b.jsonl"])
+    assert "logger.wandb.mode=offline" in words
 
 
 def test_a_path_without_its_key(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ def test_torchao_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_gpu_needs_products_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_float8("cpu", None)
+    check_float8("cpu", None, FSDP2())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    check_float8("cuda", "H100")
+    check_float8("cuda", "H100", FSDP2())
     with pytest.raises(ConfigError, match=r"which NVIDIA A100 is not; use run\.dtype=bf16"):
-        check_float8("cuda", None)
+        check_float8("cuda", None, FSDP2())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    check_float8("cuda", None)
+    check_float8("cuda", None, FSDP2())

@@ -11,6 +11,7 @@ from components.engines.megatron import Megatron
 from components.engines.megatron.runtime.transformer_config import transformer_config
 from components.models import ModelSpec
 from components.optimizers import AdamW
+from components.preflight.checks import check_float8
 from tests.unit.components.engines.megatron.test_megatron_checks import SHAPE
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96}
@@ -32,9 +33,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, None),
         ({"tp": 2, "fp8_recipe": "blockwise"}, None),
         ({"transformer_impl": "local"}, r"^parallelism\.transformer_impl: is local, .*run\.dtype=bf16\.$"),
-        ({"tp": 4}, r"multiples of 16 rows .* a rank has 24; use a smaller parallelism\.tp"),
+        ({"tp": 4}, r"multiples of 16, and a rank has one of 24; use a smaller parallelism\.tp"),
         ({"cp": 2}, r"^run\.dtype: fp8 with Megatron .* cp_comm_type=all_gather; use parallelism=fsdp2"),
-        ({"fp8_recipe": "mxfp8"}, r"fp8_recipe: mxfp8 needs .* 10\.0 or above, which NVIDIA H100 is not"),
     ],
     ids=str,
 )
@@ -48,6 +48,13 @@ def test_what_transformer_engine_cannot_do_is_refused(sizes: dict[str, Any], mes
     else:
         with pytest.raises(ConfigError, match=message):
             check()
+
+
+def test_the_gpu_needs_products_of_the_recipe() -> None:
+    check_float8("cuda", None, Megatron())
+    check_float8("cuda", "B200", Megatron(fp8_recipe="mxfp8"))
+    with pytest.raises(ConfigError, match=r"capability 10\.0 or above here .* which NVIDIA H100 is not"):
+        check_float8("cuda", None, Megatron(fp8_recipe="mxfp8"))
 
 
 def test_without_transformer_engine_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
