@@ -12,6 +12,7 @@ MANY = ("run.global_batch_size=64", "run.micro_batch_size=1")
 UNTIED = "model.architecture.tie_word_embeddings=false"
 ON = "parallelism="
 FP8 = "run.dtype=fp8"
+SELECTIVE = (ON + "fsdp2", "parallelism.activation_checkpointing=selective")
 GATHERED = (FP8, ON + "fsdp2", "parallelism.fp8_recipe=tensorwise", "parallelism.fp8_all_gather=true")
 TWELVE = ("run.global_batch_size=12", "run.micro_batch_size=1")
 
@@ -421,6 +422,53 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "parallelism.distributed_optimizer=true",
     ),
     "compiled Megatron": ((ON + "pp2", "run.compile=true"), "run.compile", "parallelism=fsdp2"),
+    # ---- recomputed modules
+    "modules without selective": (
+        (ON + "fsdp2", "parallelism.recompute_modules=[mlp]"),
+        "parallelism.recompute_modules: [mlp] is not read with activation_checkpointing=none",
+        "activation_checkpointing=selective",
+    ),
+    "modules with full": (
+        (ON + "megatron", "parallelism.activation_checkpointing=full", "parallelism.recompute_modules=[mlp]"),
+        "parallelism.recompute_modules: [mlp] is not read with activation_checkpointing=full",
+        "activation_checkpointing=selective",
+    ),
+    "an unknown module": (
+        (*SELECTIVE, "parallelism.recompute_modules=[layernorm]"),
+        "parallelism.recompute_modules",
+        "'core_attn', 'mlp' or 'moe'",
+    ),
+    "a module twice": (
+        (*SELECTIVE, "parallelism.recompute_modules=[mlp,mlp]"),
+        "parallelism.recompute_modules: has a name twice",
+        "use some of [core_attn,mlp]",
+    ),
+    "no module": (
+        (*SELECTIVE, "parallelism.recompute_modules=[]"),
+        "parallelism.recompute_modules: is empty",
+        "null for [core_attn]",
+    ),
+    "experts of a dense model": (
+        (*SELECTIVE, ON + "megatron", "parallelism.recompute_modules=[moe]"),
+        "parallelism.recompute_modules: has moe",
+        "use some of [core_attn,mlp]",
+    ),
+    "dense MLPs among experts": (
+        (*SELECTIVE, "model=moe_tiny", "parallelism.recompute_modules=[core_attn,mlp]"),
+        "parallelism.recompute_modules: has mlp",
+        "use some of [core_attn,moe]",
+    ),
+    "MLPs that are not modules": (
+        (
+            *SELECTIVE,
+            "parallelism.recompute_modules=[mlp]",
+            "~model.architecture",
+            "+model.architecture={model_type: opt, hidden_size: 64, ffn_dim: 128, num_hidden_layers: 2, "
+            "num_attention_heads: 2, vocab_size: 8192, word_embed_proj_dim: 64}",
+        ),
+        "parallelism.recompute_modules: has mlp",
+        "use some of [core_attn]",
+    ),
     # ---- float8
     "fp8 on Megatron": ((ON + "tp2", FP8), "run.dtype: fp8", "parallelism=fsdp2"),
     "fp8 of Megatron rehearsed": (

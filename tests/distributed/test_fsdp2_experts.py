@@ -28,6 +28,9 @@ LAYOUTS = {
 COMBINED = {
     "ep2 full": fsdp2(2, ep=2, activation_checkpointing="full"),
     "ep2 selective offload": fsdp2(2, ep=2, activation_checkpointing="selective", cpu_offload=True),
+    "ep2 modules": fsdp2(
+        2, ep=2, activation_checkpointing="selective", recompute_modules=("core_attn", "mlp", "moe")
+    ),
     "tp2ep2 full": fsdp2(2, tp=2, ep=2, activation_checkpointing="full"),
     "dp4": fsdp2(4),
     "cp2 tp2": fsdp2(1, cp=2, tp=2),
@@ -92,6 +95,7 @@ def test_one_process_computes_what_transformers_does(family: str) -> None:
         ("cp2 tp2", Work("deepseek", terms=BIASED)),
         ("dp4", Work("qwen3_moe_mixed", terms=SWITCH)),
         ("ep2 full", Work("deepseek", terms=BIASED)),
+        ("ep2 modules", Work("deepseek", terms=BIASED)),
         ("ep2 selective offload", Work("deepseek", terms=BIASED)),
         ("tp2ep2 full", Work("qwen3_moe_mixed", terms=SWITCH)),
     ],

@@ -161,19 +161,45 @@ def test_groups_of_weights_follow_the_other_engine(run: Run) -> None:
             assert torch.tensor(curve) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("recompute", "first"), [("full", None), ("selective", None), ("full", 1)])
-def test_recomputed_activations_change_nothing(run: Run, recompute: Any, first: int | None) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "keys"),
+    [
+        ("full", {}),
+        ("selective", {}),
+        ("full", {"recompute_num_layers": 1}),
+        ("selective", {"recompute_modules": ("mlp",)}),
+        ("selective", {"recompute_modules": ("core_attn", "mlp")}),
+    ],
+    ids=str,
+)
+def test_recomputed_activations_change_nothing(run: Run, recompute: Any, keys: dict[str, Any]) -> None:
     for layout in (LAYOUTS["single"], LAYOUTS["tp2sp"], LAYOUTS["pp2"]):
         plain = run(megatron_cases.engine_step, layout, "qwen3", "packed", 2)[0]
         again = run(
             megatron_cases.engine_step,
-            replace(layout, activation_checkpointing=recompute, recompute_num_layers=first),
+            replace(layout, activation_checkpointing=recompute, **keys),
             "qwen3",
             "packed",
             2,
         )[0]
         assert again.loss == plain.loss
         assert all(torch.equal(again.grads[name], plain.grads[name]) for name in plain.grads)
+
+
+@pytest.mark.parametrize("on", [fsdp2(), LAYOUTS["single"]], ids=["fsdp2", "megatron"])
+@pytest.mark.parametrize(
+    "trained",
+    [{"train_only": ("*.mlp.*",)}, {"adapter": LoRA(target_modules=["gate_proj", "down_proj"])}],
+    ids=["weights", "adapter"],
+)
+def test_mlps_with_a_frozen_input_are_recomputed(on: FSDP2 | Megatron, trained: dict[str, Any]) -> None:
+    """Megatron recomputes only modules whose input requires a gradient."""
+    again = replace(on, activation_checkpointing="selective", recompute_modules=("mlp",))
+    plain, same = (megatron_cases.engine_step(each, "qwen3", "packed", 2, **trained) for each in (on, again))
+    assert same.loss == plain.loss
+    assert plain.grads.keys() == same.grads.keys()
+    assert all(grad.any() or ".lora_A" in name for name, grad in same.grads.items())
+    assert all(torch.equal(same.grads[name], plain.grads[name]) for name in plain.grads)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

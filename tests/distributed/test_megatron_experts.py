@@ -91,6 +91,23 @@ def test_experts_computed_together_have_the_gradients_of_experts_in_turn(call: C
         assert all(torch.equal(together.first.grads[name], in_turn.first.grads[name]) for name in names)
 
 
+@pytest.mark.parametrize("name", ["tp2ep2", "pp2vpp2 full", "tp2ep2etp2 allgather"])
+def test_recomputed_experts_change_nothing(call: Call, name: str) -> None:
+    """The router losses and loads are those of the first pass."""
+    on, family, layout = LAYOUTS[name]
+    modules = {"activation_checkpointing": "selective", "recompute_modules": ("core_attn", "mlp", "moe")}
+    given = work(family, layout, steps=2)
+    pairs = zip(
+        call(run, replace(on, activation_checkpointing="none"), given),
+        call(run, replace(on, **modules), given),
+        strict=True,
+    )
+    for kept, again in pairs:
+        assert kept.results == again.results
+        names = kept.first.grads.keys()
+        assert all(torch.equal(kept.first.grads[name], again.first.grads[name]) for name in names)
+
+
 @pytest.mark.parametrize("name", ["tp2ep2", "cp2ep2 full", "tp2ep2etp2 allgather"])
 def test_sigmoid_scores_and_biases_in_every_layout(call: Call, name: str) -> None:
     """Three steps are equal, after each of which the router biases change."""

@@ -14,10 +14,10 @@ from components.engines.fsdp2 import compile, context_parallel, float8, moe_chec
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.lora import check as adapter_check
-from components.engines.fsdp2.parallelize import decoder_blocks
+from components.engines.fsdp2.parallelize import decoder_blocks, mlp_kinds
 from components.engines.shared import process_group
 from components.engines.shared.parallel_dims import divisors, suggest_sizes, world_size
-from components.engines.shared.recomputation import check_recomputed
+from components.engines.shared.recomputation import check_modules, check_recomputed
 from components.models import ModelSpec
 from components.models.experts import EXPERT_PARAM
 from components.optimizers import Optimizer, TorchClass, check_matches
@@ -71,8 +71,8 @@ class FSDP2(FSDP2Layout):
                 parallelism; if ``cp``, ``tp`` or ``ep`` ranks cannot split the model or the adapter; if an
                 update needs all weights at once and there are several ranks; if an update needs unsharded
                 weights and ``cpu_offload`` is set; if ``optimizer.groups`` do not match the trained weights;
-                if float8 or ``recompute_num_layers`` is not possible; or if this machine cannot compile the
-                model or run the requested kernels.
+                if float8, ``recompute_num_layers`` or ``recompute_modules`` is not possible; or if this
+                machine cannot compile the model or run the requested kernels.
         """
         check_optimizer(optimizer, world_size, offloads=self.cpu_offload)
         if optimizer.groups:
@@ -80,6 +80,7 @@ class FSDP2(FSDP2Layout):
                 optimizer.groups, tensors(model, options.adapter, whole=optimizer.scope == "matrix")
             )
         check_recomputed(self.activation_checkpointing, self.recompute_num_layers, len(decoder_blocks(model)))
+        check_modules(self.activation_checkpointing, self.recompute_modules, mlp_kinds(model))
         ranks = world_size // (self.dp_replicate * self.tp)
         tensor_parallel.check(model, self.tp, ranks)
         moe_checks.check(model, ep=self.ep, tp=self.tp, ranks=ranks, adapter=options.adapter)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from components.engines.shared.recomputation import Module
+
 T = TypeVar("T")
 
 
@@ -32,10 +34,13 @@ class FSDP2Layout:
     backward pass one group ahead."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """The part of the model that is recomputed in the backward pass: nothing, every block (``full``), or only
-    attention (``selective``)."""
+    attention or other modules of every block (``selective``)."""
     recompute_num_layers: int | None = None
     """With ``activation_checkpointing=full``: number of blocks that are recomputed, starting with the first
     block of the model. None means all."""
+    recompute_modules: tuple[Module, ...] | None = None
+    """With ``activation_checkpointing=selective``: the modules of every block that are recomputed. None means
+    only ``core_attn``."""
     activation_offloading: bool = False
     """Whether activations of blocks are in host memory between the forward and the backward pass."""
     dp_replicate: int = 1

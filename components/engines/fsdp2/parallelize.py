@@ -1,6 +1,6 @@
 """Building of the sharded model from its specification."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -49,6 +49,7 @@ from components.engines.fsdp2.param_views import ParamView
 from components.engines.fsdp2.tensor_parallel import CopyToTP, apply_tp, first_row, local
 from components.engines.shared.activation_offloading import ActivationOffloading
 from components.engines.shared.neftune import NO_NOISE, NoisyEmbedding
+from components.engines.shared.recomputation import recomputed_modules
 from components.engines.shared.token_log_probs import scalar_stats, token_stats
 from components.engines.shared.varlen_attention import ATTENTION, ATTENTION_RECOMPUTED
 from components.engines.shared.vocab_parallel import VocabularyShard
@@ -195,7 +196,8 @@ def build_model(
     dtype, adapter = options.dtype, options.adapter if trainable else None
     # A frozen model saves no activations.
     recompute = layout.activation_checkpointing if trainable else "none"
-    attention = ATTENTION_RECOMPUTED if recompute == "selective" else ATTENTION
+    modules = recomputed_modules(recompute, layout.recompute_modules)
+    attention = ATTENTION_RECOMPUTED if "core_attn" in modules else ATTENTION
     scorer = LogProbModel(
         spec.build(spec.config(), attention=attention), ContextParallel(ranks.get_group(CONTEXT))
     )
@@ -209,13 +211,13 @@ def build_model(
     scorer.kernels = choose_kernels(options.kernels, scorer.lm, device.type, compiled=options.compiled)
     if scorer.kernels == "liger":
         apply_liger(scorer.lm)
-    for number, block in enumerate(decoder_blocks(scorer.lm)):
-        if options.compiled:
-            # Only the forward inside FSDP's hooks is compiled, and the blocks share the compiled code.
-            block.forward = torch.compile(block.forward)
-        first = layout.recompute_num_layers
-        if recompute == "full" and (first is None or number < first):
-            apply_ac(block)
+    blocks = decoder_blocks(scorer.lm)
+    for block in blocks if options.compiled else ():
+        # Only the forward inside FSDP's hooks is compiled, and the blocks share the compiled code.
+        block.forward = torch.compile(block.forward)
+    again = blocks[: layout.recompute_num_layers] if recompute == "full" else named_mlps(blocks, modules)
+    for module in again:
+        apply_ac(module)
     if not trainable:
         scorer.requires_grad_(False)
     for name, parameter in scorer.named_parameters():
@@ -323,19 +325,36 @@ def shard_dim(parameter: nn.Parameter, shards: int, whole: Mapping[nn.Parameter,
     return Shard(1)
 
 
-def apply_ac(block: nn.Module) -> None:
-    """Save only the input of a block; the backward pass recomputes the rest, with the same dropout.
+def mlp_kind(block: nn.Module) -> Literal["mlp", "moe"] | None:
+    """Return whether a block is dense or has experts. None means that it has no module named ``mlp``."""
+    mlp = getattr(block, "mlp", None)
+    if mlp is None:
+        return None
+    return "moe" if hasattr(mlp, "experts") else "mlp"
+
+
+def named_mlps(blocks: Iterable[nn.Module], modules: Collection[str]) -> list[nn.Module]:
+    """Return the MLP of every block in which it is one of ``modules``, ``mlp`` or ``moe``."""
+    return [block.get_submodule("mlp") for block in blocks if mlp_kind(block) in modules]
+
+
+def mlp_kinds(lm: PreTrainedModel) -> set[str]:
+    return {kind for block in decoder_blocks(lm) if (kind := mlp_kind(block)) is not None}
+
+
+def apply_ac(module: nn.Module) -> None:
+    """Save only the input of a block or MLP; the backward pass recomputes the rest, with the same dropout.
 
     Checkpointing is inside the hooks of FSDP, so these hooks run only once. Parameters keep their names.
     """
-    forward = block.forward
+    forward = module.forward
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    block.forward = checkpointed
+    module.forward = checkpointed
 
 
 def apply_offloading(lm: PreTrainedModel, device: torch.device) -> ActivationOffloading:

@@ -15,7 +15,7 @@ from components.engines.megatron.moe_config import FAMILIES, check_moe, read_moe
 from components.engines.megatron.pipeline_split import check_stages, chunk_layers, layers_of_chunks
 from components.engines.megatron.te_install import has_packed_kernel, has_transformer_engine
 from components.engines.shared.parallel_dims import check_cp, check_tp
-from components.engines.shared.recomputation import check_recomputed
+from components.engines.shared.recomputation import check_modules, check_recomputed
 from components.models.experts import EXPERT_PARAM, unstack_experts
 from components.models.mtp import num_mtp_layers
 from components.models.scalar_head import SCORE
@@ -125,6 +125,9 @@ def check_run(
     check_stages(layout, model.config.num_hidden_layers)
     most = max(layers_of_chunks(layout, model.config.num_hidden_layers))
     check_recomputed(layout.activation_checkpointing, layout.recompute_num_layers, most)
+    experts = read_moe_config(model.config)
+    kinds = {"mlp"} if experts is None else {"moe" if routed else "mlp" for routed in experts.layers}
+    check_modules(layout.activation_checkpointing, layout.recompute_modules, kinds)
     check_mtp(layout, model.config)
     check_frozen(model, stacked=layout.groups_experts(model, options.adapter))
     if optimizer.groups:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.contracts.device import DeviceKind
+from components.engines.shared.recomputation import Module
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,14 @@ class Layout:
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """The parts recomputed in the backward pass: nothing, every layer, or only core attention."""
+    """The parts recomputed in the backward pass: nothing, every layer, or only core attention
+    or other modules of every layer."""
     recompute_num_layers: int | None = None
     """With ``activation_checkpointing=full``: number of layers that are recomputed in each chunk (``vpp``),
     from its first one on. None means all. MTP layers are always recomputed too, and do not count."""
+    recompute_modules: tuple[Module, ...] | None = None
+    """With ``activation_checkpointing=selective``: the modules of every layer that are recomputed. None means
+    only ``core_attn``."""
     activation_offloading: bool = False
     """Whether activations of layers are in host memory between the forward and the backward pass."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"

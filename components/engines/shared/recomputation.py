@@ -1,6 +1,7 @@
-"""The number of layers that ``activation_checkpointing`` recomputes in the backward pass."""
+"""The layers and modules that ``activation_checkpointing`` recomputes in the backward pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 from components.contracts.errors import ConfigError
 
@@ -10,6 +11,18 @@ RECOMPUTED_MORE: Mapping[str, tuple[str, ...]] = {
     "full": (),
 }
 """For each value of activation_checkpointing, the values that recompute more."""
+
+
+Module = Literal["core_attn", "mlp", "moe"]
+"""Parts of a block that ``selective`` can recompute, by Megatron's names: attention without its projections,
+the MLP of a dense block, and the router with all experts of an MoE block."""
+
+
+def recomputed_modules(how: str, modules: Sequence[Module] | None) -> tuple[Module, ...]:
+    """Return the modules that are recomputed in every block, none unless ``how`` is ``selective``."""
+    if how != "selective":
+        return ()
+    return ("core_attn",) if modules is None else tuple(modules)
 
 
 def recomputed_share(how: str, first: int | None, chunks: Sequence[int]) -> float:
@@ -42,3 +55,36 @@ def check_recomputed(how: str, first: int | None, num_layers: int) -> None:
             f"parallelism.recompute_num_layers: is {first}, but there are {num_layers} layers; use 1 to "
             f"{num_layers}, or null for all."
         )
+
+
+def check_modules(how: str, modules: Sequence[Module] | None, kinds: Collection[str]) -> None:
+    """Check ``parallelism.recompute_modules`` for a model whose blocks have the ``kinds`` of MLP.
+
+    ``kinds`` has ``mlp`` if a block is dense, and ``moe`` if one has experts.
+
+    Raises:
+        ConfigError: if ``modules`` is given and ``how`` is not ``selective``, or ``modules`` is empty, or has
+            a name twice or the name of a kind that the model does not have.
+    """
+    if modules is None:
+        return
+    if how != "selective":
+        raise ConfigError(
+            f"parallelism.recompute_modules: [{','.join(modules)}] is not read with "
+            f"activation_checkpointing={how}; set parallelism.activation_checkpointing=selective, or leave "
+            "it out."
+        )
+    possible = ",".join(["core_attn", *sorted(kinds)])
+    wrong = {
+        "is empty": not modules,
+        "has a name twice": len(set(modules)) < len(modules),
+        **{
+            f"has {name}, but no block of this model has such a module": name in modules and name not in kinds
+            for name in ("mlp", "moe")
+        },
+    }
+    for what, holds in wrong.items():
+        if holds:
+            raise ConfigError(
+                f"parallelism.recompute_modules: {what}; use some of [{possible}], or null for [core_attn]."
+            )

@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 
 from components.contracts.device import DeviceKind
+from components.engines.shared.recomputation import Module
 from components.engines.shared.sdpa import CPU_ROWS
 from components.engines.shared.token_log_probs import chunk_size
 from components.engines.shared.vocab_parallel import FullVocabulary
@@ -43,6 +44,8 @@ class RunShape:
     dtype: torch.dtype
     device: DeviceKind
     recompute: Recompute
+    modules: tuple[Module, ...] = ()
+    """Modules of every block that are recomputed if ``recompute`` is ``selective``."""
 
     @property
     def size(self) -> int:
@@ -108,6 +111,10 @@ class BlockActivations:
     """Elements of all matrices from which DoRA computes the norms of one weight, the maximum over weights."""
     dropout: int = 0
     """Bytes per token that dropout before adapters saves."""
+    mlp_further: float = 0
+    """Bytes per token that ``dora`` and ``dropout`` have in the MLP."""
+    kind: Literal["mlp", "moe"] = "mlp"
+    """Whether the MLP is dense or has experts."""
     is_mtp: bool = False
     """Whether the block predicts a later token (MTP): it also saves embeddings, and has three more norms."""
 
@@ -115,7 +122,7 @@ class BlockActivations:
         return replace(self, run=replace(self.run, recompute="none"))
 
     def attention(self, tokens: int) -> int:
-        """Return the bytes that attention saves besides its inputs, unless recomputation is selective."""
+        """Return the bytes that attention saves besides its inputs, unless it is recomputed."""
         result = 0 if self.run.has_kernel else self.result * self.run.size
         return tokens * (result + self.heads * FP32) + self.masks
 
@@ -130,8 +137,13 @@ class BlockActivations:
         """Return the bytes that the forward pass saves for the backward pass."""
         if self.run.recompute == "full":
             return tokens * (1 + self.is_mtp) * self.hidden * self.run.size
-        avoided = self.attention(tokens) if self.run.recompute == "selective" else 0
-        return self.full_attention(tokens) - avoided
+        return self.full_attention(tokens) - sum(self.recomputed(tokens))
+
+    def recomputed(self, tokens: int) -> list[int]:
+        """Return the bytes that each of ``run.modules`` in this block saves, if it is not recomputed."""
+        of_mlp = tokens * (self.mlp.kept * self.run.size + self.mlp_further)
+        sizes: dict[str, int] = {"core_attn": self.attention(tokens), self.kind: int(of_mlp)}
+        return [sizes[name] for name in self.run.modules if name in sizes]
 
     def backward(self, tokens: int) -> int:
         """Return the bytes that the backward pass needs in addition: recomputed activations and gradients.
@@ -141,7 +153,10 @@ class BlockActivations:
         is narrow, they peak in the norm before it, when all tensors of the MLP have been freed. DoRA needs
         the most memory before there are any gradients.
         """
-        again = self.full_attention(tokens) - self.saved(tokens)
+        if self.run.recompute == "full":
+            again = self.full_attention(tokens) - self.saved(tokens)
+        else:  # one module after the other
+            again = max(self.recomputed(tokens), default=0)
         of_mlp = self.mlp.gradients * self.run.size
         freed = self.mlp.kept * self.run.size + self.hidden * (self.norm - FP32 + self.run.size)
         of_norm = self.hidden * self.norm_gradients - freed

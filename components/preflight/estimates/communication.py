@@ -28,6 +28,7 @@ def tp_volume(
     repeated: float,
     forward_passes: int,
     whole_mlps: float = 0,
+    repeated_mlps: float = 0,
 ) -> CommVolume:
     """Return the volume of tensor parallelism (Shoeybi et al., 2019) for hidden states of ``num_bytes``.
 
@@ -42,10 +43,11 @@ def tp_volume(
         repeated: mean number of all-gathers or reduce-scatters of a block that the backward pass repeats.
         forward_passes: number of passes without gradient.
         whole_mlps: number of blocks whose MLP is not split, and in which only attention communicates.
+        repeated_mlps: number of blocks of which only the MLP, with its all-reduce, is recomputed.
     """
     blocks = size.layers - whole_mlps / 2
     # With a frozen embedding, it and the input of the first block need no gradients.
-    calls = blocks * (8 + repeated) + ends * (4 if size.all_trained else 2)
+    calls = blocks * (8 + repeated) + 2 * repeated_mlps + ends * (4 if size.all_trained else 2)
     calls += forward_passes * (4 * blocks + 2 * ends)
     return CommVolume("tp", calls * all_gather_bytes(num_bytes, tp), when="exposed")
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from components.contracts.data import BatchStats
 from components.contracts.loss import Loss
 from components.models.attention_shape import attention_shape
-from components.models.experts import EXPERT_PARAM, share_of_experts
+from components.models.experts import EXPERT_PARAM, moe_blocks, share_of_experts
 from components.models.mtp import num_mtp_layers
 from components.models.scalar_head import output_head
 from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
@@ -62,6 +62,20 @@ def matmul_sizes(model: PreTrainedModel, *, adapted: bool = False) -> MatmulSize
         sum(numel for numel, frozen in weights if frozen),
         float(passes * head.numel() if adapted or not head.requires_grad else 0),
     )
+
+
+def mlp_sizes(model: PreTrainedModel) -> dict[str, float]:
+    """Return the number of weights that a token is multiplied with in the dense MLPs and in the MoE layers.
+
+    The keys are the names of these modules in ``parallelism.recompute_modules``.
+    """
+    routed, chosen = tuple(f"{name}." for name in moe_blocks(model)), share_of_experts(model)
+    sizes = {"mlp": 0.0, "moe": 0.0}
+    for name, weight in model.named_parameters():
+        if ".mlp." in name and weight.ndim > 1:
+            used = chosen if EXPERT_PARAM.match(name) else 1.0
+            sizes["moe" if name.startswith(routed) else "mlp"] += used * weight.numel()
+    return sizes
 
 
 def attention_sizes(config: PreTrainedConfig) -> tuple[tuple[float, float], ...]:

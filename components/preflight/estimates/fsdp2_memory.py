@@ -11,8 +11,9 @@ from components.adapters import LoRA
 from components.adapters.lora_config import MAGNITUDE, A
 from components.engines.fsdp2.float8 import float8_linears
 from components.engines.fsdp2.layout import FSDP2Layout
-from components.engines.fsdp2.parallelize import block_prefixes, decoder_blocks
+from components.engines.fsdp2.parallelize import block_prefixes
 from components.engines.shared.microbatch_merging import MAX_TOKENS, largest_number
+from components.engines.shared.recomputation import recomputed_modules
 from components.engines.shared.ulysses import head_repeats
 from components.models.attention_shape import attention_shape
 from components.models.mtp import num_mtp_layers
@@ -117,7 +118,8 @@ def memory(
     layout: FSDP2Layout, model: PreTrainedModel, optimizer: Optimizer, step: MemoryInputs
 ) -> list[RankMemory]:
     """Estimate the peak memory of a rank; FSDP2 has one pipeline stage."""
-    run = RunShape(step.dtype, step.device, layout.activation_checkpointing)
+    how = layout.activation_checkpointing
+    run = RunShape(step.dtype, step.device, how, recomputed_modules(how, layout.recompute_modules))
     tokens = step.microbatch.rows * -(-step.microbatch.length // layout.cp)
     linears = float8_linears(model) if step.float8 else {}
     in_float8 = linears if layout.fp8_all_gather else ()
@@ -519,15 +521,22 @@ def block_activations(
     )
     other, routed = plain, moe_block_numbers(model)
     if routed:
-        other = replace(plain, mlp=moe_activations(model, run, split=layout.tp, shared_split=layout.tp))
+        mlp = moe_activations(model, run, split=layout.tp, shared_split=layout.tp)
+        other = replace(plain, mlp=mlp, kind="moe")
     if adapter is not None and adapter.dora:
         plain, other = (replace(kind, dora_products=dora_products(model, adapter)) for kind in (plain, other))
-    further = zip(
-        dora_widths(model, adapter), dropout_bytes(model, adapter, run, block_prefixes(model)), strict=True
-    )
+    prefixes = block_prefixes(model)
+    widths, dropped = dora_widths(model, adapter, prefixes), dropout_bytes(model, adapter, run, prefixes)
+    mlps = [f"{prefix}mlp." for prefix in prefixes]
+    of_mlps = zip(dora_widths(model, adapter, mlps), dropout_bytes(model, adapter, run, mlps), strict=True)
     blocks = [
-        replace(other if n in routed else plain, dora=width, dropout=dropped)
-        for n, (width, dropped) in enumerate(further)
+        replace(
+            other if n in routed else plain,
+            dora=widths[n],
+            dropout=dropped[n],
+            mlp_further=width * run.size + num_bytes,
+        )
+        for n, (width, num_bytes) in enumerate(of_mlps)
     ]
     main = len(blocks) - num_mtp_layers(model.config)
     blocks = [replace(block, is_mtp=number >= main) for number, block in enumerate(blocks)]
@@ -550,16 +559,14 @@ def dora_products(model: PreTrainedModel, adapter: LoRA) -> int:
     return max(width * (width + 3 * rows) for width, rows in sizes)
 
 
-def dora_widths(model: PreTrainedModel, adapter: LoRA | None) -> list[int]:
-    """Return the total width of what DoRA saves in each block.
+def dora_widths(model: PreTrainedModel, adapter: LoRA | None, prefixes: Sequence[str]) -> list[int]:
+    """Return the total width of what DoRA saves in each module of ``prefixes``.
 
     The gradient of a norm needs two results: that of its matrix, and that of the adapter of the matrix.
     """
-    blocks = decoder_blocks(model)
     if adapter is None or not adapter.dora:
-        return [0] * len(blocks)
-    names = {id(module): f"{name}." for name, module in model.named_modules()}
+        return [0] * len(prefixes)
     norms = [
         (name, shape.numel()) for name, shape in adapter.shapes(model).items() if name.endswith(MAGNITUDE)
     ]
-    return [2 * sum(size for name, size in norms if name.startswith(names[id(block)])) for block in blocks]
+    return [2 * sum(size for name, size in norms if name.startswith(prefix)) for prefix in prefixes]

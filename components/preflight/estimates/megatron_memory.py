@@ -12,6 +12,7 @@ from components.adapters import LoRA
 from components.engines.megatron import float8, pipeline_split
 from components.engines.megatron.checks import updates_whole_weights
 from components.engines.megatron.layout import Layout
+from components.engines.shared.recomputation import recomputed_modules
 from components.models import mtp
 from components.models.attention_shape import attention_shape
 from components.models.scalar_head import output_head, ties_embedding
@@ -43,7 +44,8 @@ def memory(
     layout: Layout, model: PreTrainedModel, optimizer: Optimizer, step: MemoryInputs
 ) -> list[RankMemory]:
     """Estimate the peak memory of a rank of each pipeline stage."""
-    run = RunShape(step.dtype, step.device, layout.activation_checkpointing)
+    how = layout.activation_checkpointing
+    run = RunShape(step.dtype, step.device, how, recomputed_modules(how, layout.recompute_modules))
     blocks = block_activations(model, layout, run, step.microbatch, step.adapter)
     shards, whole = OptimizerShards.of(layout, step.world_size), updates_whole_weights(optimizer)
     sharing = shards.plain * layout.tp, shards.experts * layout.etp
@@ -444,13 +446,21 @@ def block_activations(
             hidden_kept=1,
             inner_kept=3 if layout.fuses_activation(run.device) else 6,
         )
-        other = replace(plain, mlp=mlp)
+        other = replace(plain, mlp=mlp, kind="moe")
     prefixes = [f"model.layers.{number}." for number in range(len(model.base_model.layers))]
     within = tp if layout.sequence_parallel else 1
-    dropped = dropout_bytes(model, adapter, run, prefixes, split=tp, hidden_split=within)
+    dropped, of_mlps = (
+        dropout_bytes(model, adapter, run, names, split=tp, hidden_split=within)
+        for names in (prefixes, [f"{prefix}mlp." for prefix in prefixes])
+    )
     main = len(prefixes) - mtp.num_mtp_layers(config)
     return [
-        replace(other if number in routed else plain, is_mtp=number >= main, dropout=saved)
+        replace(
+            other if number in routed else plain,
+            is_mtp=number >= main,
+            dropout=saved,
+            mlp_further=of_mlps[number],
+        )
         for number, saved in enumerate(dropped)
     ]
 

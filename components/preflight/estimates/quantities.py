@@ -146,5 +146,5 @@ class StepCost:
     """Fraction of its time that a stage is idle in the pipeline bubble, 0 without pipelining."""
     recomputed: float
     """Share of the blocks that the backward pass recomputes as a whole."""
-    recomputes_attention: bool
-    """Whether the backward pass recomputes the attention of all blocks, and nothing else."""
+    recomputed_modules: Mapping[str, float]
+    """For each module that the backward pass recomputes in all blocks, the share of its FLOPs."""

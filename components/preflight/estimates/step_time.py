@@ -15,6 +15,7 @@ from components.preflight.estimates.device_specs import HOST, Device
 from components.preflight.estimates.flops import (
     MatmulSizes,
     matmul_sizes,
+    mlp_sizes,
     passes_without_gradient,
     step_flops,
 )
@@ -85,8 +86,9 @@ class StepWork:
     flops: float
     forward: float
     """FLOPs of one forward pass."""
-    attention: float
-    """FLOPs of attention (QK^T and weights times V) in one forward pass."""
+    modules: Mapping[str, float]
+    """FLOPs of each module of ``parallelism.recompute_modules`` in one forward pass. Those of ``core_attn``
+    are QK^T and weights times V."""
 
 
 def step_work(case: Candidate) -> StepWork:
@@ -100,15 +102,17 @@ def step_work(case: Candidate) -> StepWork:
     passes = passes_without_gradient(case.loss, sizes, reference)
     unfrozen = replace(sizes, frozen_linear=0.0, frozen_head=0.0)
     attention = MatmulSizes(0.0, 0.0, sizes.attention)
+    computed = fmean(step.num_computed_tokens for step in steps)
+    of_mlps = {name: 2 * weights * computed for name, weights in mlp_sizes(case.model).items()}
     return StepWork(
         size=model_size(case),
         sequences=fmean(step.num_tokens / step.seqlen_mean for step in steps),
         tokens=fmean(step.num_tokens for step in steps),
         labels=fmean(step.num_labels for step in steps),
-        computed=fmean(step.num_computed_tokens for step in steps),
+        computed=computed,
         flops=fmean(step_flops(sizes, step, passes) for step in steps),
         forward=fmean(step_flops(unfrozen, step) / 3 for step in steps),
-        attention=fmean(step_flops(attention, step) / 3 for step in steps),
+        modules=of_mlps | {"core_attn": fmean(step_flops(attention, step) / 3 for step in steps)},
     )
 
 
@@ -159,7 +163,8 @@ def step_time(case: Candidate, work: StepWork) -> StepTime:
     """Estimate the time of a step: of ``work`` divided over all ranks, and of the layout's ``StepCost``."""
     device = case.device
     cost = comm_cost(case.layout, work.size, comm_inputs(case, work))
-    again = cost.recomputed * work.forward + cost.recomputes_attention * work.attention
+    again = cost.recomputed * work.forward
+    again += sum(share * work.modules[name] for name, share in cost.recomputed_modules.items())
     compute = (work.flops + again) / (case.world_size * device.flops * device.mfu)
     dims = mesh_info(case.layout, case.world_size)["dims"]
     seconds = dict.fromkeys(("exposed", "overlapped", "at_end"), 0.0)

@@ -6,7 +6,7 @@ from math import gcd
 from components.contracts.json_types import Config, Json
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.shared.parallel_dims import divisors
-from components.engines.shared.recomputation import RECOMPUTED_MORE, recomputed_share
+from components.engines.shared.recomputation import RECOMPUTED_MORE, recomputed_modules, recomputed_share
 from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
@@ -43,6 +43,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     experts, taught = size.experts / layout.tp, size.trained_experts / layout.tp
     how, first = layout.activation_checkpointing, layout.recompute_num_layers
     recomputed = recomputed_share(how, first, [size.layers])
+    modules = recomputed_modules(how, layout.recompute_modules)
     passes = passes_through_blocks(recomputed, step.forward_passes)
     reductions = step.num_microbatches if layout.reduce_gradients == "every" else 1
     # The weights outside of blocks are kept from the forward pass to the backward pass.
@@ -70,22 +71,30 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
         sent.append(ulysses_volume(size, layout.cp, layout.tp, step.tokens, itemsize, passes=passes))
     if layout.tp > 1:
         hidden = tokens * size.hidden * itemsize
-        # A recomputed block ends before its last all-reduce, whose result the backward pass does not need.
-        again = 2 * recomputed
+        # A recomputed block or MLP ends before its last all-reduce, whose result the backward pass does not
+        # need. Experts are computed before the shared experts.
         volume = tp_volume(
-            size, layout.tp, hidden, ends=1, repeated=again, forward_passes=step.forward_passes
+            size,
+            layout.tp,
+            hidden,
+            ends=1,
+            repeated=2 * recomputed,
+            forward_passes=step.forward_passes,
+            repeated_mlps=size.num_moe_layers if "moe" in modules and size.has_shared_experts else 0,
         )
         sent.append(volume)
     if layout.ep > 1:
         span = layout.ep * layout.tp
-        sent.append(token_dispatch_volume(size, layout.ep, tokens, itemsize, passes=passes, span=span))
+        exchanges = passes + ("moe" in modules)
+        sent.append(token_dispatch_volume(size, layout.ep, tokens, itemsize, passes=exchanges, span=span))
     if step.whole_weights:
         sent += (v for v in whole_updates(layout, size, shards) if v.num_bytes)
     if layout.cpu_offload:
         loaded = gathers * ((held - kept) * itemsize + size.quantized_bytes) + kept_gathers * kept * itemsize
         shard = (loaded + reductions * trained * FP32) / shards
         sent.append(CommVolume("host", shard, when="overlapped"))
-    return StepCost(sent, 0.0, recomputed, recomputes_attention=how == "selective")
+    # The last of the three products of a dense MLP is not needed either.
+    return StepCost(sent, 0.0, recomputed, {name: 2 / 3 if name == "mlp" else 1.0 for name in modules})
 
 
 def whole_updates(layout: FSDP2Layout, size: ModelSize, shards: int) -> Iterator[CommVolume]:
@@ -107,7 +116,9 @@ def memory_savers(layout: FSDP2Layout, world_size: int) -> list[Json]:
     """Return changes of keys that may save memory, first those that keep the number of ranks."""
     dp = layout.dp_size(world_size)
     found: list[Json] = [
-        {"activation_checkpointing": kind} for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
+        {"activation_checkpointing": kind}
+        | ({} if layout.recompute_modules is None else {"recompute_modules": None})
+        for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
     ]
     if layout.recompute_num_layers is not None:
         found.append({"recompute_num_layers": None})

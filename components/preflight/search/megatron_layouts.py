@@ -7,7 +7,7 @@ from components.contracts.json_types import Config, Json
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.pipeline_split import layers_of_chunks
 from components.engines.shared.parallel_dims import divisors
-from components.engines.shared.recomputation import RECOMPUTED_MORE, recomputed_share
+from components.engines.shared.recomputation import RECOMPUTED_MORE, recomputed_modules, recomputed_share
 from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
@@ -47,7 +47,9 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     own, how = step.tokens / cp, layout.activation_checkpointing
     chunks = layers_of_chunks(layout, size.layers)
     recomputed = recomputed_share(how, layout.recompute_num_layers, chunks)
+    modules = recomputed_modules(how, layout.recompute_modules)
     passes = passes_through_blocks(recomputed, step.forward_passes)
+    exchanges = passes + ("moe" in modules)
     layers = {"layers": size.layers / pp, "num_moe_layers": size.num_moe_layers / pp}
     stage = ModelSize(**vars(size) | layers)
     if cp > 1:
@@ -57,7 +59,8 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
         hidden = own * size.hidden * itemsize
         # With sequence parallelism, gradients of weights need the gathered inputs again.
         again = 4 * recomputed + 2 * (layout.sequence_parallel and size.all_trained)
-        whole = 0 if size.has_shared_experts else stage.num_moe_layers
+        whole = 0.0 if size.has_shared_experts else stage.num_moe_layers
+        dense, shared = stage.layers - stage.num_moe_layers, stage.num_moe_layers - whole
         sent.append(
             tp_volume(
                 stage,
@@ -67,15 +70,16 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
                 repeated=again,
                 forward_passes=step.forward_passes,
                 whole_mlps=whole,
+                repeated_mlps=dense * ("mlp" in modules) + shared * ("moe" in modules),
             )
         )
     if layout.ep > 1:
         # Each tp rank sends its part of the shared tokens, and etp ranks gather the parts again.
         span = layout.ep * layout.etp
-        sent.append(token_dispatch_volume(stage, layout.ep, own / tp, itemsize, passes=passes, span=span))
+        sent.append(token_dispatch_volume(stage, layout.ep, own / tp, itemsize, passes=exchanges, span=span))
     if layout.etp > 1:
         gathered = own * layout.etp / tp
-        sent.append(expert_gather_volume(stage, layout.etp, gathered, itemsize, passes=passes))
+        sent.append(expert_gather_volume(stage, layout.etp, gathered, itemsize, passes=exchanges))
     if pp > 1:
         width = size.hidden / (tp if layout.sequence_parallel else 1)
         states = (2 + step.forward_passes) * layout.vpp * own * width * itemsize
@@ -86,7 +90,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
         trained = size.trained / (tp * pp)
         sent.append(CommVolume("host", trained * (FP32 + itemsize) / (dp * cp), when="at_end"))
     turns = step.num_microbatches * layout.vpp + pp - 1
-    return StepCost(sent, (pp - 1) / turns, recomputed, recomputes_attention=how == "selective")
+    return StepCost(sent, (pp - 1) / turns, recomputed, dict.fromkeys(modules, 1.0))
 
 
 def gradients(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> Iterator[CommVolume]:
@@ -131,7 +135,9 @@ def memory_savers(layout: Layout, world_size: int) -> list[Json]:
     """Return changes of keys that may save memory, first those that keep the number of ranks."""
     dp = world_size // layout.model_ranks
     found: list[Json] = [
-        {"activation_checkpointing": kind} for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
+        {"activation_checkpointing": kind}
+        | ({} if layout.recompute_modules is None else {"recompute_modules": None})
+        for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
     ]
     if layout.recompute_num_layers is not None:
         found.append({"recompute_num_layers": None})

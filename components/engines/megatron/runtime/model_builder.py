@@ -22,6 +22,7 @@ from components.engines.megatron.runtime.lora import adapt
 from components.engines.megatron.runtime.model import build_chunks
 from components.engines.megatron.runtime.moe_router import Router, find_routers
 from components.engines.shared.activation_offloading import ActivationOffloading
+from components.engines.shared.recomputation import recomputed_modules
 from components.models import ModelSpec, WeightSource, named_shapes
 from components.models.experts import moe_blocks, router_biases
 from components.models.scalar_head import has_scalar_head
@@ -60,7 +61,9 @@ def build_model_chunks(
     frozen_names = {
         n for n, p in meta.named_parameters() if not (p.requires_grad if adapter is None else n in added)
     }
-    found, recomputed = hf_slices(bare, named_shapes(meta)), layout.activation_checkpointing == "full"
+    found = hf_slices(bare, named_shapes(meta))
+    modules = recomputed_modules(layout.activation_checkpointing, layout.recompute_modules)
+    recomputed = layout.activation_checkpointing == "full" or not {"mlp", "moe"}.isdisjoint(modules)
     trained, frozen = freeze_parameters(bare, found, frozen_names, recomputed=recomputed)
     stored: HFTensorSlices = {p: members for p, members in frozen.items() if members[0].name in moving}
     if adapter is not None:
@@ -140,8 +143,9 @@ def freeze_parameters(
 ) -> tuple[HFTensorSlices, HFTensorSlices]:
     """Freeze the parameters that hold Hugging Face tensors ``names``; split ``found`` into (trained, frozen).
 
-    ``recomputed`` means that layers are recomputed in the backward pass, which Megatron does only if their
-    input requires a gradient. The embedding's output then requires one, even if the embedding is frozen.
+    ``recomputed`` means that layers or their MLPs are recomputed in the backward pass, which Megatron does
+    only if their input requires a gradient. The embedding's output then requires one, even if the embedding
+    is frozen.
     """
     kept: HFTensorSlices = {}
     for parameter, members in found.items():

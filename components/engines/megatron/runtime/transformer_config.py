@@ -19,6 +19,7 @@ from components.engines.megatron.checks import has_latents, uses_transformer_eng
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.moe_config import read_moe_config
 from components.engines.megatron.pipeline_split import add_mtp_layers
+from components.engines.shared.recomputation import recomputed_modules
 from components.json_text import one_line
 from components.models.mtp import num_mtp_layers
 
@@ -46,6 +47,7 @@ OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_
     "virtual_pipeline_model_parallel_size": "parallelism.vpp",
     "pipeline_model_parallel_layout": "parallelism.pipeline_layout",
     "recompute_num_layers": "parallelism.recompute_num_layers",
+    "recompute_modules": "parallelism.recompute_modules",
     "moe_grouped_gemm": "parallelism.moe_grouped_gemm",
     "bias_activation_fusion": "parallelism.bias_activation_fusion",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16", "fp8"), "run.dtype"),
@@ -245,9 +247,8 @@ def recomputation(layout: Layout) -> Json:
         first = layout.recompute_num_layers
         method = {"recompute_method": "uniform" if first is None else "block"}  # uniform: in groups of 1
         return {"recompute_granularity": "full", "recompute_num_layers": first or 1} | method
-    if layout.activation_checkpointing == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return {}
+    modules = recomputed_modules(layout.activation_checkpointing, layout.recompute_modules)
+    return {"recompute_granularity": "selective", "recompute_modules": [*modules]} if modules else {}
 
 
 def head_dim(hf: PreTrainedConfig) -> int:

@@ -37,7 +37,9 @@ from tests.e2e.commands import SMALL
 GIGA = 1e9
 DEVICE = Device("test", "cuda", 2**30, True, 1e12, 0.5, link=100 * GIGA, network=10 * GIGA, per_node=8)
 SIZE = ModelSize(parameters=1000, trained=800, layers=6, hidden=64, q_width=64, kv_width=32, kv_heads=4)
-WORK = StepWork(SIZE, 4, 480, 400, 512, flops=3e12, forward=1e12, attention=1e11)
+WORK = StepWork(
+    SIZE, 4, 480, 400, 512, flops=3e12, forward=1e12, modules={"core_attn": 1e11, "mlp": 6e11, "moe": 0}
+)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,9 @@ def test_the_arithmetic_of_a_step(folder: Path) -> None:
     scores = 4 * QUERY * LAYERS * squares / 2  # causal: half of all pairs
     forward = 2 * MATRICES * work.tokens + 2 * WORDS * HIDDEN * work.labels + scores
     assert work.flops == pytest.approx(3 * forward)
-    assert (work.forward, work.attention) == pytest.approx((forward, scores))
+    mlps = 2 * 3 * LAYERS * HIDDEN * INNER * work.tokens
+    assert work.forward == pytest.approx(forward)
+    assert work.modules == pytest.approx({"core_attn": scores, "mlp": mlps, "moe": 0})
 
 
 # ---- communication of layouts
@@ -194,6 +198,9 @@ def test_what_fsdp2_sends() -> None:
     assert sent(fsdp2(1, tp=4), 4)["tp"] == (6 * 8 + 2) * 0.75 * 512 * 64 * 2
     full = sent(fsdp2(1, tp=4, activation_checkpointing="full"), 4)
     assert full["tp"] == (6 * 10 + 2) * 0.75 * 512 * 64 * 2
+    # A recomputed MLP ends before its all-reduce.
+    again = fsdp2(1, tp=4, activation_checkpointing="selective", recompute_modules=("mlp",))
+    assert sent(again, 4)["tp"] == sent(fsdp2(1, tp=4), 4)["tp"]
     # Queries, keys, values and outputs of a rank's positions are sent in the forward and backward pass.
     assert sent(fsdp2(1, cp=2), 2)["cp"] == 2 * 6 * 0.5 * 256 * (64 + 32 + 32 + 64) * 2
 
@@ -208,6 +215,9 @@ def test_what_megatron_sends() -> None:
     assert piped["tp"] == (2 * 8 + 2 / 3) * 0.5 * 512 * 64 * 2  # two layers per stage
     assert piped["pp"] == 2 * 2 * 512 * 64 * 2  # two chunks, activations and gradients
     assert piped["dp"] == 0
+    # A recomputed MLP has its all-reduce again.
+    again = megatron(tp=2, dp=1, activation_checkpointing="selective", recompute_modules=("mlp",))
+    assert sent(again, 2)["tp"] == (6 * 10 + 2) * 0.5 * 512 * 64 * 2
     # Keys and values of all other ranks' positions are received, and their gradients are sent back.
     assert sent(megatron(cp=2), 2)["cp"] == 2 * 6 * 0.5 * 2 * 512 * 32 * 2
     traded = megatron(cp=2, cp_comm_type="a2a")
@@ -239,6 +249,13 @@ def test_the_time_of_a_step(folder: Path) -> None:
     assert (alone.compute, alone.total) == pytest.approx((6.0, 6.0))
     assert timed(fsdp2(1, activation_checkpointing="full"), folder, 1).total == pytest.approx(8.0)
     assert timed(fsdp2(1, activation_checkpointing="selective"), folder, 1).total == pytest.approx(6.2)
+    both: dict[str, Any] = {
+        "activation_checkpointing": "selective",
+        "recompute_modules": ("core_attn", "mlp"),
+    }
+    # FSDP2 does not compute the last of the three products of an MLP again.
+    assert timed(fsdp2(1, **both), folder, 1).total == pytest.approx(6 + 0.2 + 1.2 * 2 / 3)
+    assert timed(megatron(dp=1, **both), folder, 1).compute == pytest.approx(6 + 0.2 + 1.2)
     piped = timed(megatron(pp=2), folder, 2)  # eight micro-batches
     assert piped.compute == pytest.approx(3.0)
     assert piped.idle == pytest.approx(3.0 / 8, rel=1e-3)

@@ -1,5 +1,6 @@
 """Estimates for models with experts: parameters, FLOPs, memory and communication."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,10 +201,13 @@ SIZE = ModelSize(
 )
 
 
-def sent(layout: FSDP2 | Megatron, world_size: int) -> dict[str, float]:
+EXPERTS: dict[str, Any] = {"activation_checkpointing": "selective", "recompute_modules": ("moe",)}
+
+
+def sent(layout: FSDP2 | Megatron, world_size: int, size: ModelSize = SIZE) -> dict[str, float]:
     cost = comm_cost(
         layout,
-        SIZE,
+        size,
         CommInputs(world_size, torch.bfloat16, tokens=512.0, num_microbatches=3),
     )
     return {each.dimension: each.num_bytes for each in cost.volumes}
@@ -220,6 +224,21 @@ def test_tokens_go_to_their_experts_and_back() -> None:
     assert sent(megatron(dp=2, tp=2, ep=2, sequence_parallel=True), 4)["ep"] == 4 * 4 * copies / 2 / 2
 
 
+def test_recomputed_experts_exchange_their_tokens_again() -> None:
+    tp2ep2: dict[str, Any] = {"dp": 2, "tp": 2, "ep": 2, "sequence_parallel": True}
+    shared = replace(SIZE, has_shared_experts=True)
+    for plain, again in (
+        (fsdp2(2, tp=2, ep=2), fsdp2(2, tp=2, ep=2, **EXPERTS)),
+        (megatron(**tp2ep2), megatron(**tp2ep2, **EXPERTS)),
+    ):
+        assert sent(again, 4)["ep"] == 1.5 * sent(plain, 4)["ep"]
+        assert sent(again, 4)["tp"] == sent(plain, 4)["tp"]
+        added = sent(again, 4, shared)["tp"] - sent(plain, 4, shared)["tp"]
+        assert added == SIZE.num_moe_layers * 2 * 0.5 * 512 * 64 * 2
+    split = {"dp": 2, "etp": 2}
+    assert sent(megatron(**split, **EXPERTS), 2)["etp"] == 1.5 * sent(megatron(**split), 2)["etp"]
+
+
 def test_gradients_are_added_up_where_experts_are_the_same() -> None:
     found = sent(megatron(dp=4, ep=2), 4)
     assert found["dp"] == pytest.approx(2 * (3 / 4 * 200 + 1 / 2 * 400) * 4)
@@ -233,6 +252,8 @@ def test_gradients_are_added_up_where_experts_are_the_same() -> None:
 def test_what_is_proposed_deals_out_experts() -> None:
     assert {"ep": 4} in memory_savers(fsdp2(8, ep=2), 8)
     assert {"reduce_gradients": "every"} in memory_savers(fsdp2(8), 8)
+    for layout in (fsdp2(8, **EXPERTS), megatron(dp=8, **EXPERTS)):  # full does not read the modules
+        assert {"activation_checkpointing": "full", "recompute_modules": None} in memory_savers(layout, 8)
     assert {"reduce_gradients": "every"} not in memory_savers(fsdp2(8, reduce_gradients="every"), 8)
     assert {"ep": 16} not in memory_savers(fsdp2(8, ep=8), 8)
     assert {"ep": 4} in memory_savers(megatron(dp=8, ep=2), 8)

@@ -83,6 +83,7 @@ def test_shards_hold_the_model_between_them() -> None:
     [
         ("parallelism.activation_checkpointing=full",),
         ("parallelism.activation_checkpointing=selective",),
+        ("parallelism.activation_checkpointing=selective", "parallelism.recompute_modules=[mlp]"),
         ("parallelism.tp=2",),
         ("parallelism.cp=2",),
         ("adapter=lora",),

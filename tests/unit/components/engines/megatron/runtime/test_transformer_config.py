@@ -76,6 +76,7 @@ def test_the_rotary_embedding_is_fused_with_transformer_engine(
         ({"recompute_method": "block"}, r"; use parallelism\.activation_checkpointing\.$"),
         ({"moe_grouped_gemm": True}, r"; use parallelism\.moe_grouped_gemm\.$"),
         ({"recompute_num_layers": 2}, r"; use parallelism\.recompute_num_layers\.$"),
+        ({"recompute_modules": ["mlp"]}, r"; use parallelism\.recompute_modules\.$"),
         ({"hidden_size": 128}, "hidden_size: may not be set here; the model or this engine gives"),
         ({"glu_linear_ofset": 0.5}, "glu_linear_ofset: is not a field .*; did you mean 'glu_linear_offset'"),
         ({"glu_linear_offset": "much"}, "glu_linear_offset: got 'much'; Input should be a valid number"),
