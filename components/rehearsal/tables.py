@@ -15,8 +15,9 @@ TOP_LINES = 15
 """Maximum number of lines of code that the report lists with the memory that they allocated.
 ``rehearsal.json`` contains all."""
 LIMITS = (
-    "Not rehearsed: values, time, kernels (triton, Transformer Engine), memory inside of kernels, "
-    "fragmentation, buffers of NCCL and cuBLAS. Routers are balanced, and peers send what this rank sends."
+    "Not rehearsed: values, time, kernels (triton, Transformer Engine, run.compile), memory inside of "
+    "kernels, fragmentation, buffers of NCCL and cuBLAS. Routers are balanced, and peers send what this rank "
+    "sends."
 )
 
 

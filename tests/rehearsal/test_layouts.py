@@ -1,4 +1,6 @@
-"""Every option of both engines on a GPU, as far as that can be seen without one.
+"""The options of both engines on a GPU, as far as that can be seen without one.
+
+``test_rehearsed_options`` checks that no option is left out.
 
 A case fails if a CUDA branch mixes devices or dtypes, breaks a rule of a kernel, or lets the host wait inside
 of a micro-batch. See `EXPECTED_WAITS` for what an algorithm cannot avoid.
@@ -11,9 +13,14 @@ import pytest
 from tests.e2e.commands import SMALL
 from tests.rehearsal.rehearsed import Rehearsed, rehearsed
 
-LITTLE = [word for word in SMALL if not word.startswith("run.device")]
+LITTLE = [word for word in SMALL if not word.startswith(("run.device", "run.final_sample_tokens"))]
 TINY_EXPERTS = ["model=moe_tiny", "data.max_length=128", "run.max_steps=4"]
 TINY_DEEPSEEK = ["model=deepseek_tiny", "data.max_length=128", "run.max_steps=4"]
+ROUTER_LOSSES = ["model.moe.aux_loss=global_batch", "model.moe.z_loss_coef=0.001"]
+DPO_LOSSES = ["stage=dpo", "stage.loss=[sigmoid,bco_pair,sft]"]
+NADAM = ["optimizer=torch", "optimizer._target_=torch.optim.NAdam"]
+IN_PART = ["parallelism.activation_checkpointing=full", "parallelism.recompute_num_layers=1"]
+TWO_EACH = "run.global_batch_size=8"  # two micro-batches on each of two ranks
 BF16 = ["run.dtype=bf16"]
 TENSORWISE = ["run.dtype=fp8", "parallelism.fp8_recipe=tensorwise"]
 GATHERED = ["parallelism=fsdp2", *TENSORWISE, "parallelism.fp8_all_gather=true"]
@@ -23,7 +30,7 @@ FSDP2 = {
     "fsdp2": ["parallelism=fsdp2"],
     "fp32": ["parallelism=fsdp2", "run.dtype=fp32"],
     "fp16": ["parallelism=fsdp2", "run.dtype=fp16"],
-    "hsdp": ["parallelism=hsdp", "preflight.rank=3"],
+    "hsdp": ["parallelism=hsdp", "parallelism.dp_shard=2", "preflight.rank=3"],
     "tp2": ["parallelism=fsdp2_tp2", "stage=dpo", "preflight.rank=1"],
     "cp2": ["parallelism=fsdp2_cp2", "stage=dpo", "preflight.rank=1"],
     "tp2cp2": ["parallelism=fsdp2_tp2cp2", "preflight.rank=3"],
@@ -36,18 +43,25 @@ FSDP2 = {
     "pt": ["parallelism=fsdp2", "stage=pt"],
     "kto": ["parallelism=fsdp2", "stage=kto"],
     "orpo": ["parallelism=fsdp2", "stage=orpo"],
+    "rm adafactor": ["parallelism=fsdp2_tp2", "stage=rm", "optimizer=adafactor"],
+    "cpo lion": ["parallelism=fsdp2", "stage=cpo", "optimizer=lion"],
+    "simpo adamw_8bit": ["parallelism=fsdp2_cp2", "stage=simpo", "optimizer=adamw_8bit"],
+    "several losses muon": ["parallelism=fsdp2_tp2", *DPO_LOSSES, "optimizer=muon", "preflight.rank=1"],
     "precomputed": ["parallelism=fsdp2", "stage=dpo", "stage.reference=precomputed"],
     "ld dpo": ["parallelism=single", "stage=dpo", "stage.ld_alpha=0.5"],
     "tr-dpo": ["parallelism=fsdp2_tp2", "stage=dpo", "stage.sync_reference_every=1", "stage.wpo=true"],
     "neftune": ["parallelism=fsdp2_cp2", "model.neftune_alpha=5.0"],
     "shared prompt": ["parallelism=fsdp2", "stage=dpo", "data.share_prompt=true"],
     "offload": ["parallelism=fsdp2", "parallelism.cpu_offload=true"],
+    "every micro-batch": ["parallelism=fsdp2", "parallelism.reduce_gradients=every", TWO_EACH],
     "full recomputation": ["parallelism=fsdp2", "parallelism.activation_checkpointing=full"],
+    "recomputation in part": ["parallelism=fsdp2", *IN_PART, "optimizer=schedule_free"],
     "selective recomputation": ["parallelism=fsdp2", "parallelism.activation_checkpointing=selective"],
     "activation offloading": ["parallelism=fsdp2", "parallelism.activation_offloading=true", "stage=dpo"],
     "no resharding": ["parallelism=fsdp2", "parallelism.reshard_after_forward=false"],
     "groups": ["parallelism=fsdp2", "parallelism.blocks_per_group=2", "parallelism.prefetch_groups=1"],
     "sgd": ["parallelism=fsdp2", "optimizer=sgd", "run.log_num_zeros=true"],
+    "nadam": ["parallelism=fsdp2", *NADAM],
     "lora": ["parallelism=fsdp2", "adapter=lora", "stage=dpo"],
     "pissa": ["parallelism=fsdp2", "adapter=lora", "adapter.init_lora_weights=pissa"],
     "dora": ["parallelism=fsdp2", "adapter=dora"],
@@ -56,6 +70,7 @@ FSDP2 = {
     "fp8 gathered": [*GATHERED, "stage=dpo"],
     "experts": [*TINY_EXPERTS, "parallelism=fsdp2"],
     "experts on ranks": [*TINY_EXPERTS, "parallelism=fsdp2_ep2"],
+    "router losses": [*TINY_EXPERTS, "parallelism=fsdp2_ep2", *ROUTER_LOSSES],
     "experts lora": [*TINY_EXPERTS, "parallelism=fsdp2", "adapter=lora"],
     "latent attention": [*TINY_DEEPSEEK, "parallelism=fsdp2"],
 }
@@ -79,6 +94,37 @@ MEGATRON = {
         "parallelism.distributed_optimizer=true",
         "parallelism.overlap_grad_reduce=true",
         "parallelism.overlap_param_gather=true",
+        "parallelism.bucket_size=20000",
+    ],
+    "cpo adafactor": [
+        "parallelism=megatron_dp2",
+        "parallelism.overlap_grad_reduce=false",
+        "stage=cpo",
+        "optimizer=adafactor",
+    ],
+    "several losses muon": ["parallelism=tp2", *DPO_LOSSES, "optimizer=muon"],
+    "rm lion": [
+        "parallelism=pp2",
+        "parallelism.pp=3",
+        "parallelism.first_stage_layers=1",
+        "parallelism.last_stage_layers=1",
+        "model.architecture.num_hidden_layers=4",
+        "stage=rm",
+        "optimizer=lion",
+        "preflight.rank=2",
+    ],
+    "simpo adamw_8bit": [
+        "parallelism=pp2vpp2",
+        "parallelism.pipeline_layout=Et|tt|t|L",
+        "model.architecture.num_hidden_layers=4",
+        "stage=simpo",
+        "optimizer=adamw_8bit",
+        "preflight.rank=1",
+    ],
+    "further fields": [
+        "parallelism=tp2",
+        "parallelism.bias_activation_fusion=false",
+        "parallelism.transformer_config={glu_linear_offset:0.5}",
     ],
     "offload": [
         "parallelism=megatron_dp2",
@@ -87,6 +133,7 @@ MEGATRON = {
     ],
     "padded": ["parallelism=tp2", "data.packing=none", "stage=kto"],
     "full recomputation": ["parallelism=tp2", "parallelism.activation_checkpointing=full"],
+    "recomputation in part": ["parallelism=pp2", *IN_PART, *NADAM],
     "selective recomputation": ["parallelism=tp2", "parallelism.activation_checkpointing=selective"],
     "activation offloading": [
         "parallelism=pp2",
@@ -106,6 +153,25 @@ MEGATRON = {
     "pp2ep2": [*TINY_EXPERTS, "parallelism=pp2ep2", "preflight.rank=3"],
     "tp2ep2etp2": [*TINY_EXPERTS, "parallelism=tp2ep2etp2", "preflight.rank=1"],
     "allgather": [*TINY_EXPERTS, "parallelism=ep2", "parallelism.moe_token_dispatcher=allgather"],
+    "capacity by weight": [
+        *TINY_EXPERTS,
+        "parallelism=ep2",
+        "parallelism.moe_token_dispatcher=allgather",
+        "parallelism.capacity_factor=1.25",
+    ],
+    "capacity by position": [
+        *TINY_EXPERTS,
+        "parallelism=ep2",
+        "parallelism.capacity_factor=1.25",
+        "parallelism.moe_token_drop_policy=position",
+        "parallelism.moe_pad_to_capacity=true",
+    ],
+    "router losses": [
+        *TINY_EXPERTS,
+        "parallelism=ep2",
+        "parallelism.moe_grouped_gemm=false",
+        *ROUTER_LOSSES,
+    ],
     "shared experts": [*TINY_DEEPSEEK, "parallelism=ep2", "parallelism.shared_expert_overlap=true"],
     "latent attention": [*TINY_DEEPSEEK, "parallelism=tp2", "parallelism.sequence_parallel=true"],
 }
@@ -150,3 +216,13 @@ def test_checkpoints_hold_the_offloaded_moments_themselves(tmp_path: Path) -> No
     """Copies on the GPU would be written in their place, and filled in their place by a resume."""
     found = rehearsed(tmp_path, "preflight.steps=1", *overrides_of(FSDP2["offload"]))
     assert [row for row in found.record["blocking_copies"] if row["moment"] == "save"] == []
+
+
+def test_compiled_blocks_are_rehearsed_operator_by_operator(tmp_path: Path) -> None:
+    """``run.compile`` changes nothing in a rehearsal, whose report lists it among its limits."""
+    words = ["preflight.steps=1", *overrides_of(FSDP2["single"])]
+    plain, compiled = (
+        rehearsed(tmp_path / value, *words, f"run.compile={value}").record for value in ("false", "true")
+    )
+    assert compiled["kernels"] == plain["kernels"]
+    assert compiled["memory"] == plain["memory"]

@@ -1,0 +1,78 @@
+"""The configurations of ``test_layouts`` set every option of both engines, with listed exceptions."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runner.cli import config_dir
+from tests.rehearsal.test_layouts import FSDP2, MEGATRON
+
+CONF = Path(config_dir())
+DEFAULTS = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+ROWS = {"fsdp2": FSDP2, "megatron": MEGATRON}
+TRANSFORMER_ENGINE = "the kernels of Transformer Engine need real tensors"
+NOT_REHEARSED: Mapping[str, Mapping[str, str]] = {
+    "fsdp2": {},
+    "megatron": {"transformer_impl": TRANSFORMER_ENGINE, "fp8_recipe": TRANSFORMER_ENGINE},
+}
+"""Engine -> keys of its layout that no rehearsal sets, and the reason."""
+
+
+def values_of(layout: str) -> dict[str, Any]:
+    """Return the values in conf/parallelism/LAYOUT.yaml and in its defaults."""
+    own = yaml.safe_load((CONF / "parallelism" / f"{layout}.yaml").read_text())
+    values: dict[str, Any] = {}
+    for base in own.pop("defaults", ["_self_"]):
+        values |= own if base == "_self_" else values_of(base)
+    return values
+
+
+def overridden(words: Sequence[str], prefix: str) -> dict[str, Any]:
+    """Return the values that ``words`` give to keys that begin with ``prefix``, without this prefix."""
+    pairs = (word.split("=", 1) for word in words if word.startswith(prefix))
+    return {key.removeprefix(prefix): yaml.safe_load(value) for key, value in pairs}
+
+
+def chosen(words: Sequence[str], group: str, default: str = "") -> str:
+    """Return the option of ``group`` that ``words`` name."""
+    return dict(word.split("=", 1) for word in words).get(group, default)
+
+
+def keys_set(words: Sequence[str], defaults: Mapping[str, Any]) -> set[str]:
+    """Return the keys of the layout to which ``words`` give another value than ``defaults``."""
+    values = values_of(chosen(words, "parallelism")) | overridden(words, "parallelism.")
+    return {key for key, value in values.items() if value != defaults.get(key, value)}
+
+
+@pytest.mark.parametrize("engine", ROWS)
+def test_every_key_of_a_layout_is_rehearsed(engine: str) -> None:
+    """Some configuration gives each key another value than its default, or the key is a listed exception."""
+    defaults = values_of(engine)
+    keys = set().union(*(keys_set(words, defaults) for words in ROWS[engine].values()))
+    assert defaults.keys() - {"_target_"} - keys == NOT_REHEARSED[engine].keys()
+
+
+@pytest.mark.parametrize("group", ["stage", "optimizer", "adapter"])
+def test_every_option_of_a_group_is_rehearsed(group: str) -> None:
+    """One of the engines rehearses it."""
+    (default,) = (entry[group] for entry in DEFAULTS if group in entry)
+    found = {chosen(words, group, default) for rows in ROWS.values() for words in rows.values()}
+    assert found == {path.stem for path in (CONF / group).glob("*.yaml")}
+
+
+@pytest.mark.parametrize("engine", ROWS)
+def test_every_load_balancing_is_rehearsed(engine: str) -> None:
+    """Each router loss has a coefficient, and router biases a step, by an override or by the model."""
+    found: set[tuple[str, Any]] = set()
+    for words in ROWS[engine].values():
+        model = yaml.safe_load((CONF / "model" / f"{chosen(words, 'model', 'tiny')}.yaml").read_text())
+        found |= (model.get("moe", {}) | overridden(words, "model.moe.")).items()
+    assert {value for key, value in found if key == "aux_loss"} == {"switch", "sequence", "global_batch"}
+    assert {key for key, value in found if key != "aux_loss" and value > 0} == {
+        "aux_loss_coef",
+        "z_loss_coef",
+        "bias_update_rate",
+    }
