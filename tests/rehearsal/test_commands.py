@@ -5,11 +5,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from transformers import Qwen3Config
 
 from components.contracts.errors import ConfigError
 from components.rehearsal.device_guard import build_guard
 from tests.e2e.commands import SMALL, call_here
-from tests.rehearsal.rehearsed import run_forked_rehearsal
+from tests.rehearsal.rehearsed import rehearsed, run_forked_rehearsal
 
 LITTLE = [word for word in SMALL if not word.startswith("run.device")]
 
@@ -28,6 +29,20 @@ def test_a_rehearsal_in_its_own_process(tmp_path: Path, capfd: pytest.CaptureFix
     output = capfd.readouterr().err
     for words in ("preflight.device_name is not given, and H100 is assumed", "Not rehearsed", "Traffic"):
         assert words in output
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp2", "tp2"])
+def test_a_folder_that_has_only_a_config(parallelism: str, tmp_path: Path) -> None:
+    """The shapes of weights are enough; ``model.init`` is ``pretrained``, as by default."""
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8192}
+    Qwen3Config(**shape, **heads).save_pretrained(tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+    words = ["model=hf", f"model.path={tmp_path / 'model'}", f"parallelism={parallelism}", "run.dtype=bf16"]
+    found = rehearsed(tmp_path / "runs", *words, "preflight.steps=1", "data.max_length=128")
+    assert found.record["violations"] == []
+    matrices = 64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 96
+    assert found.sections["parameters"]["total"] == 2 * 8192 * 64 + 3 * (matrices + 2 * 64 + 2 * 16) + 64
 
 
 @pytest.mark.parametrize(
