@@ -18,6 +18,13 @@ def test_compiled_blocks_equal_plain_transformers() -> None:
     assert 0 < compiled.graphs <= 12
 
 
+def test_compiled_blocks_recompute_their_mlps() -> None:
+    on = fsdp2(activation_checkpointing="selective", recompute_modules=("core_attn", "mlp"))
+    (compiled,) = Ranks(1).run(one_step, on, "deep", "packed", seconds=150)
+    assert_same(compiled.step, plain_step("deep", "token"))
+    assert 0 < compiled.graphs <= 12
+
+
 def test_compiled_blocks_in_4_bits_equal_plain_peft(tmp_path: Path) -> None:
     expected = plain_adapter("llama", "nf4", tmp_path)
     (compiled,) = Ranks(1).run(
