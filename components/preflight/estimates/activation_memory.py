@@ -146,22 +146,33 @@ class BlockActivations:
         return [sizes[name] for name in self.run.modules if name in sizes]
 
     def backward(self, tokens: int) -> int:
-        """Return the bytes that the backward pass needs in addition: recomputed activations and gradients.
+        """Return the bytes that the backward pass needs in addition: recomputed activations and gradients."""
+        return max(self.backward_of_mlp(tokens), self.backward_of_norm(tokens))
 
-        The gradients usually peak in the MLP: those of the block's result, of gate and of up exist, and the
-        product of gate and up has been freed (for other MLPs, see ``MlpActivations.gradients``). If the MLP
-        is narrow, they peak in the norm before it, when all tensors of the MLP have been freed. DoRA needs
-        the most memory before there are any gradients.
+    def backward_of_mlp(self, tokens: int) -> int:
+        """Return the bytes in the MLP, where the gradients usually peak.
+
+        Those of the block's result, of gate and of up exist, and the product of gate and up has been freed
+        (for other MLPs, see ``MlpActivations.gradients``).
         """
-        if self.run.recompute == "full":
-            again = self.full_attention(tokens) - self.saved(tokens)
-        else:  # one module after the other
-            again = max(self.recomputed(tokens), default=0)
-        of_mlp = self.mlp.gradients * self.run.size
+        gradients = int(tokens * (self.hidden + self.mlp.gradients) * self.run.size)
+        return self.again(tokens) + gradients
+
+    def backward_of_norm(self, tokens: int) -> int:
+        """Return the bytes in the norm before the MLP, where the gradients peak if the MLP is narrow.
+
+        All tensors of the MLP have been freed. DoRA needs the most memory before there are any gradients.
+        """
         freed = self.mlp.kept * self.run.size + self.hidden * (self.norm - FP32 + self.run.size)
         of_norm = self.hidden * self.norm_gradients - freed
-        gradients = int(tokens * (self.hidden * self.run.size + max(of_mlp, of_norm)))
-        return again + max(gradients, self.dora_products * self.run.size)
+        gradients = int(tokens * (self.hidden * self.run.size + of_norm))
+        return self.again(tokens) + max(gradients, self.dora_products * self.run.size)
+
+    def again(self, tokens: int) -> int:
+        """Return the bytes of recomputed activations that exist at the same time."""
+        if self.run.recompute == "full":
+            return self.full_attention(tokens) - self.saved(tokens)
+        return max(self.recomputed(tokens), default=0)  # one module after the other
 
     def forward(self, tokens: int) -> int:
         """Return the bytes at the peak of a pass without gradient.
@@ -178,21 +189,24 @@ def mask_bytes(longest: int, run: RunShape) -> int:
     return rows * longest * run.size if run.device == "cpu" and longest > rows else 0
 
 
-def head_activations(labels: int, hidden: int, vocabulary: int, run: RunShape, *, trained: bool) -> Bytes:
+def head_activations(
+    labels: int, hidden: int, vocabulary: int, run: RunShape, *, trained: bool, ends: bool = True
+) -> Bytes:
     """Return the bytes for log-probabilities of ``labels`` positions over ``vocabulary`` rows of the head.
 
     The logits of only one chunk exist at a time: on a CUDA GPU in ``run.dtype``; elsewhere in fp32, with a
     copy in ``run.dtype`` if this is lower. This is an upper bound on a CPU whose vocabulary is not split,
     where fp32 logits exist only for a small block. In a lower dtype, the fp32 gradient of a ``trained`` head
     is copied to it in the end, when a CUDA GPU has no logits any more. Elsewhere, the gradient from one chunk
-    is such a matrix, too. Rows of the hidden state are copied and have a gradient.
+    is such a matrix, too. Rows of the hidden state are copied and have a gradient. Without ``ends``, these
+    are the bytes before that copy, which is made in the backward pass.
     """
     fused = run.device == "cuda"
     logits_dtype = run.dtype if fused else torch.float32
     chunk = min(chunk_size(FullVocabulary(vocabulary), torch.device(run.device), logits_dtype), labels)
     cast = 0 if run.dtype == torch.float32 else run.size
     copied, logits = hidden * cast if trained else 0, chunk * (run.size if fused else FP32 + cast)
-    per_row = max(logits, copied) if fused else logits + copied
+    per_row = max(logits, copied if ends else 0) if fused else logits + copied
     return {"logits": per_row * vocabulary, "activations": 2 * labels * hidden * run.size}
 
 

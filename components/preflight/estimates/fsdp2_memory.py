@@ -47,6 +47,9 @@ NORM_GRADIENTS = 5
 """Number of fp32 tensors that exist at the same time in the backward pass of a norm of transformers:
 gradients of its squares, of their mean and of its products."""
 
+LAST_OF_MLP = ".mlp.down_proj.weight"
+"""End of the name of the last matrix of an MLP."""
+
 ROUNDING = 2 * FP32 + 1
 """Bytes per value while it is rounded to float8: two copies in fp32, and the result."""
 
@@ -69,6 +72,9 @@ class BlockParameters:
     """Elements of ``numel`` that are gathered in float8."""
     initial: int = 0
     """Elements of ``numel`` that are frozen in fp32."""
+    before_mlp: int = 0
+    """Elements of ``trained`` before the last matrix of a dense MLP, whose gradient is the first one that the
+    backward pass computes. 0 without such a matrix."""
     gathers_frozen: bool = True
 
     def gathered(self, size: int) -> int:
@@ -219,8 +225,10 @@ class StepMemory:
         yield self.during_first_gather()
         if self.layout.prefetch_groups is not None:
             yield from (self.during_forward(number) for number in range(len(self.groups)))
-        yield self.during_head()
-        yield from (self.during_block(number) for number in range(len(self.blocks)))
+        yield self.during_head(passes_back=False)
+        yield self.during_head(passes_back=True)
+        for number in range(len(self.blocks)):
+            yield from (self.during_block(number, in_mlp=in_mlp) for in_mlp in (True, False))
         yield self.during_embedding()
         yield self.before_root_reduction()
         yield self.during_root_reduction()
@@ -253,15 +261,21 @@ class StepMemory:
             "gradients": self.accumulated_grads(self.weights.parts) + self.sharded_grads(len(self.blocks)),
         }
 
-    def during_head(self) -> Bytes:
-        """Return the bytes after the last block; the all-gather buffer of its group still exists."""
-        kept = () if self.layout.reshard_after_forward else self.weights.blocks
+    def during_head(self, *, passes_back: bool) -> Bytes:
+        """Return the bytes after the last block, in the forward pass or when the backward pass begins.
+
+        An all-gather buffer of the last group exists: that of the forward pass until this ends, and then that
+        for the backward pass, unless the weights were kept. The result of the last norm is freed between.
+        """
+        reshards = self.layout.reshard_after_forward
+        kept, last = () if reshards else self.weights.blocks, self.parts_of(self.groups[-1])
         gradients = self.accumulated_grads(self.weights.parts) + self.weights.head * FP32
         gradients += self.sharded_grads(len(self.blocks))
-        trained, result = self.weights.head > 0, self.tokens * self.hidden * self.size
-        head = head_activations(self.labels, self.hidden, self.vocabulary, self.run, trained=trained)
+        sizes = self.labels, self.hidden, self.vocabulary
+        head = head_activations(*sizes, self.run, trained=self.weights.head > 0, ends=passes_back)
+        result = 0 if passes_back else self.tokens * self.hidden * self.size
         own = {
-            "gathered": self.gathered(kept) + self.sent(*self.parts_of(self.groups[-1])),
+            "gathered": self.gathered(kept) + (self.sent(*last) if reshards or not passes_back else 0),
             "activations": self.saved(len(self.blocks), resident=1) + self.final_norm + result,
             "gradients": gradients,
         }
@@ -276,11 +290,12 @@ class StepMemory:
     def kept_by_head(self) -> Bytes:
         return kept_by_head(self.labels, self.hidden * self.size, self.weights.head)
 
-    def during_block(self, number: int) -> Bytes:
+    def during_block(self, number: int, *, in_mlp: bool) -> Bytes:
         """Return the bytes in the backward pass of a block, while weights of previous groups are prefetched.
 
         Gloo copies these weights. The gradients of all later groups have been reduced, except those of the
-        next group, which are being sent. The gradients of the block's own group are reduced together.
+        next group, which are being sent. The gradients of the block's own group are reduced together. While
+        those of the MLP's activations exist, those of the matrices before its last one do not exist yet.
         """
         blocks, own, group = self.weights.blocks, self.weights.blocks[number], self.group(number)
         end, reshards = group.stop, self.layout.reshard_after_forward
@@ -290,14 +305,19 @@ class StepMemory:
         coming *= 2 if self.run.device == "cpu" else 1
         # Before an MTP layer's own head, the heads of the last block and of earlier MTP layers were computed.
         pending = max(number + 1 - (len(blocks) - self.num_mtp_layers), 0)
+        block = self.blocks[number]
+        activations = block.backward_of_mlp(self.tokens) if in_mlp else block.backward_of_norm(self.tokens)
+        trained = sum(part.trained for part in blocks[number:end])
+        if in_mlp and not block.is_mtp:  # the estimate of MTP layers would be too low
+            trained -= own.before_mlp
         passing = {
             "gathered": self.gathered(kept) + (coming if reshards else 0),
-            "activations": self.saved(number + 1, resident=2) + self.blocks[number].backward(self.tokens),
+            "activations": self.saved(number + 1, resident=2) + activations,
             "dequantized": own.dequantized_bytes(self.size),
-            "rounded": self.rounded(self.tokens),
+            "rounded": self.rounded(self.tokens) if in_mlp else 0,
             "gradients": self.sharded_grads(end)
             + self.accumulated_grads((self.weights.root, *blocks[:end]))
-            + (self.weights.head + sum(block.trained for block in blocks[number:end])) * self.size,
+            + (self.weights.head + trained) * self.size,
             "buffers": 0 if end == len(blocks) else self.reduced(*self.parts_of(self.group(end))),
         }
         return add_by_name(passing, *[self.kept_by_head] * pending)
@@ -355,8 +375,8 @@ class StepMemory:
     def rounded(self, tokens: int) -> int:
         """Return the bytes for rounding the largest operand of a product in float8.
 
-        ``BlockActivations.backward`` includes two gradients of an MLP. One of them does not exist yet at that
-        time, so its bytes are subtracted.
+        ``BlockActivations.backward_of_mlp`` includes two gradients of an MLP. One of them does not exist yet
+        at that time, so its bytes are subtracted.
         """
         return (ROUNDING - self.size) * max(tokens * self.rounded_width, self.rounded_weight)
 
@@ -476,6 +496,7 @@ def count_parameters(
 
 def count_block(found: Sequence[Parameter], ep: int, in_float8: Collection[str]) -> BlockParameters:
     trained, plain = [p for p in found if p.trained], [p for p in found if not p.quantized_bytes]
+    last = sum(p.numel for p in trained if p.name.endswith(LAST_OF_MLP))
     return BlockParameters(
         sum(p.numel for p in plain),
         sum(p.numel for p in trained),
@@ -485,6 +506,7 @@ def count_block(found: Sequence[Parameter], ep: int, in_float8: Collection[str])
         max((p.numel for p in found if p.quantized_bytes), default=0),
         sum(p.numel for p in plain if p.name.removesuffix(".weight") in in_float8),
         sum(p.numel for p in found if p.initial),
+        sum(p.numel for p in trained) - last if last and not any(p.of_experts for p in found) else 0,
     )
 
 
