@@ -12,10 +12,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks.compose import composed
 from benchmarks.throughput import RESULTS, report
+from components.preflight.checks import next_batch
 
 GIB = 2**30
 COMMON = (
@@ -26,6 +29,7 @@ COMMON = (
 )
 FULL, SELECTIVE = (f"parallelism.activation_checkpointing={kind}" for kind in ("full", "selective"))
 CUT = "model.architecture.num_hidden_layers=8"
+TWO_EACH = "run.global_batch_size=32"  # two micro-batches on each of 8 ranks
 SP, DO = "parallelism.sequence_parallel=true", "parallelism.distributed_optimizer=true"
 
 ONE_CARD = {
@@ -39,7 +43,7 @@ ONE_CARD = {
     "single lora": f"adapter=lora {FULL}",
     "single dora": f"adapter=dora {FULL}",
     "single lora dpo": f"adapter=lora stage=dpo {FULL}",
-    "single two rows": f"run.micro_batch_size=2 {FULL}",
+    "single four rows": f"run.micro_batch_size=4 {FULL}",
     "single sgd": f"optimizer=sgd {FULL}",
     "single freeze": 'model.freeze=["model.embed_tokens.*","model.layers.[0-7].*"] ' + FULL,
 }
@@ -50,8 +54,8 @@ FSDP2 = {
     "dp8 dpo": f"parallelism.dp=8 stage=dpo {FULL}",
     "dp8 lora": f"parallelism.dp=8 adapter=lora {FULL}",
     "dp8 lora dpo": f"parallelism.dp=8 adapter=lora stage=dpo {FULL}",
-    "dp8 two rows": f"parallelism.dp=8 run.micro_batch_size=2 {FULL}",
-    "dp8 every": f"parallelism.dp=8 parallelism.reduce_gradients=every run.global_batch_size=16 {FULL}",
+    "dp8 last": f"parallelism.dp=8 parallelism.reduce_gradients=last {TWO_EACH} {FULL}",
+    "dp8 every": f"parallelism.dp=8 parallelism.reduce_gradients=every {TWO_EACH} {FULL}",
     "dp8 no reshard": f"parallelism.dp=8 parallelism.reshard_after_forward=false {FULL}",
     "dp8 offload": f"parallelism.dp=8 parallelism.cpu_offload=true {FULL}",
     "dp64": f"parallelism.dp=64 {FULL}",
@@ -101,6 +105,31 @@ ROWS = (
 )
 
 
+def check_distinct(rows: Mapping[str, str]) -> None:
+    """Assert that no two rows rehearse the same run."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for name, words in rows.items():
+        facts = rehearsed_facts(words)
+        same = [other for other, its_facts in found if its_facts == facts]
+        assert not same, f"{name!r} is the same run as {same[0]!r}"
+        found.append((name, facts))
+
+
+def rehearsed_facts(words: str) -> dict[str, Any]:
+    """Return the resolved configuration of a row, without an option that has no effect on its run.
+
+    The global batch is that of the rehearsal, which rounds it up to one micro-batch per rank. The time at
+    which gradients are reduced has an effect only if a rank has several micro-batches.
+    """
+    facts = composed([*COMMON, "run.name=row", *words.split()])
+    run, layout = facts["run"], facts["parallelism"]
+    unit = run["micro_batch_size"] * (layout.get("dp") or 1)
+    run["global_batch_size"] = next_batch(run["global_batch_size"], unit)
+    if run["global_batch_size"] == unit:
+        layout.pop("reduce_gradients", None)
+    return facts
+
+
 def rehearse(words: str) -> dict[str, float]:
     """Return the estimate and the peak of the rehearsal, in bytes, and the relative error of the estimate.
 
@@ -123,6 +152,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.estimates", description=__doc__)
     parser.add_argument("--only", default="")
     asked = parser.parse_args(arguments)
+    check_distinct(ROWS)
     found: dict[str, dict[str, float]] = {}
     for name, words in ROWS.items():
         if asked.only in name:
