@@ -253,7 +253,7 @@ def test_an_adapter_that_goes_on_with_preferences(imported: Run) -> None:
     answer = imported("llamafactory", lora + "lora_target: all\nlora_rank: 4\nadapter_name_or_path: /x/sft\n")
     assert not any(word.startswith(("adapter.target_modules", "adapter.r=")) for word in answer.words)
     assert "#   lora_target: the saved adapter has it" in answer.out
-    assert "#   adapter.path: if another command writes this folder" in answer.out
+    assert "#   adapter.path: if an earlier training writes this folder" in answer.out
     for given in ("q_proj, v_proj", "[q_proj, v_proj]"):
         check(
             imported("llamafactory", lora + f"lora_target: {given}\n"),

@@ -20,6 +20,10 @@ ROUTER_LOSSES = ["model.moe.aux_loss=global_batch", "model.moe.z_loss_coef=0.001
 DPO_LOSSES = ["stage=dpo", "stage.loss=[sigmoid,bco_pair,sft]"]
 NADAM = ["optimizer=torch", "optimizer._target_=torch.optim.NAdam"]
 IN_PART = ["parallelism.activation_checkpointing=full", "parallelism.recompute_num_layers=1"]
+MODULES = [
+    "parallelism.activation_checkpointing=selective",
+    "parallelism.recompute_modules=[core_attn,mlp]",
+]
 TWO_EACH = "run.global_batch_size=8"  # two micro-batches on each of two ranks
 BF16 = ["run.dtype=bf16"]
 TENSORWISE = ["run.dtype=fp8", "parallelism.fp8_recipe=tensorwise"]
@@ -56,7 +60,7 @@ FSDP2 = {
     "every micro-batch": ["parallelism=fsdp2", "parallelism.reduce_gradients=every", TWO_EACH],
     "full recomputation": ["parallelism=fsdp2", "parallelism.activation_checkpointing=full"],
     "recomputation in part": ["parallelism=fsdp2", *IN_PART, "optimizer=schedule_free"],
-    "selective recomputation": ["parallelism=fsdp2", "parallelism.activation_checkpointing=selective"],
+    "selective recomputation": ["parallelism=fsdp2", *MODULES],
     "activation offloading": ["parallelism=fsdp2", "parallelism.activation_offloading=true", "stage=dpo"],
     "no resharding": ["parallelism=fsdp2", "parallelism.reshard_after_forward=false"],
     "groups": ["parallelism=fsdp2", "parallelism.blocks_per_group=2", "parallelism.prefetch_groups=1"],
@@ -134,7 +138,7 @@ MEGATRON = {
     "padded": ["parallelism=tp2", "data.packing=none", "stage=kto"],
     "full recomputation": ["parallelism=tp2", "parallelism.activation_checkpointing=full"],
     "recomputation in part": ["parallelism=pp2", *IN_PART, *NADAM],
-    "selective recomputation": ["parallelism=tp2", "parallelism.activation_checkpointing=selective"],
+    "selective recomputation": ["parallelism=tp2", *MODULES],
     "activation offloading": [
         "parallelism=pp2",
         "parallelism.activation_offloading=true",

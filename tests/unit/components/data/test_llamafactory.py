@@ -185,7 +185,7 @@ def test_images_are_refused_by_name(tmp_path: Path, tokenizer: PreTrainedTokeniz
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown name": ({"dataset": "mnie"}, "data.dataset: .* describes no data set 'mnie'; use one of mine"),
+    "unknown name": ({"dataset": "mnie"}, "data.dataset: .* describes no data set 'mnie'; did you mean mine"),
     "unknown evaluation name": ({"eval_dataset": "x"}, "data.eval_dataset: .* describes no data set 'x'"),
     "nothing": ({"dataset": None}, "data.dataset_info, data.dataset: give both"),
     "no file": (

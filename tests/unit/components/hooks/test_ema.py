@@ -18,7 +18,7 @@ def test_fused_weights_are_averaged_once() -> None:
         for i, name in enumerate(names)
     }
     engine = SimpleNamespace(tensors=lambda **_: {**fused, "model/o_proj": other})
-    run: Any = SimpleNamespace(adapter=None, engine=engine, resumed_from=None)
+    run: Any = SimpleNamespace(name="ema", adapter=None, engine=engine, resumed_from=None)
     hook = EMA(decay=0.75)
     hook.begin(run)
     flat += 4
