@@ -1,4 +1,4 @@
-"""Time and memory of rehearsals of large runs, and of one long sequence: ``python -m benchmarks.rehearsals``.
+"""Time and memory of rehearsals of large runs: ``python -m benchmarks.rehearsals``.
 
 Each command runs by itself. Its time and the largest resident memory of its processes are measured, and
 compared with limits. The exit code is 1 if one of them is exceeded, or if the host would wait for the GPU
@@ -28,7 +28,6 @@ SEQUENCE = (
     *("model=llama3_8b", "stage=pt", "data.max_length=131072", "run.global_batch_size=1"),
     *("run.micro_batch_size=1", "parallelism.activation_checkpointing=full", *REHEARSED),
 )
-LONG = 65536
 
 
 @dataclass(frozen=True)
@@ -79,16 +78,6 @@ CASES = {
     "8B, 131,072 tokens, Megatron cp8": Case(
         (*SEQUENCE, "parallelism=megatron", "parallelism.cp=8", "parallelism.distributed_optimizer=true"), 90
     ),
-    "5M, a step on 65,536 tokens of a CPU": Case(
-        (
-            *("stage=pt", "data=files", "data.train={folder}/long.jsonl", f"data.max_length={LONG}"),
-            *(f"model.architecture.max_position_embeddings={LONG}", "parallelism=single"),
-            *("parallelism.activation_checkpointing=full", "run.global_batch_size=1"),
-            *("run.micro_batch_size=1", "run.max_steps=1", "run.export=false", "run.final_sample_tokens=0"),
-        ),
-        1200,
-        gib=4,
-    ),
 }
 
 
@@ -111,13 +100,10 @@ def main() -> int:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Run the command; return its seconds, its GiB, and the GPU memory and waits of a rehearsal."""
+    """Run the command; return its seconds, its GiB, and the GPU memory and waits of the rehearsal."""
     with tempfile.TemporaryDirectory() as folder:
-        text = "the quick brown fox jumps over the lazy dog " * (LONG // 8)
-        Path(folder, "long.jsonl").write_text(json.dumps({"text": text}) + "\n")
-        options = [option.format(folder=folder) for option in case.options]
         began = time.perf_counter()
-        usage = completed([*options, f"run.output_dir={folder}/runs"])
+        usage = completed([*case.options, f"run.output_dir={folder}/runs"])
         row: dict[str, Any] = {"seconds": round(time.perf_counter() - began, 1), "gib": usage}
         for path in Path(folder).glob("runs/preflight/*/preflight.json"):
             summary = json.loads(path.read_text())["rehearsal"]

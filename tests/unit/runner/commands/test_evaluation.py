@@ -61,6 +61,10 @@ def test_a_model_without_code_needs_no_consent(tmp_path: Path) -> None:
     for other in ("model.path=org/model", "model.tokenizer=org/tokenizer", "stage.reference_path=org/model"):
         with pytest.raises(ConfigError, match=r"then give model\.trust_remote_code=true"):
             evaluation([f"checkpoint={tmp_path}", other])
+    RunRecord(overrides=[*overrides, "+model={tokenizer: org/tokenizer}"]).write(tmp_path)
+    with pytest.raises(ConfigError, match=r"then give model\.trust_remote_code=true"):
+        evaluation([f"checkpoint={tmp_path}"])
+    RunRecord(overrides=overrides).write(tmp_path)
     (base / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {}}))
     with pytest.raises(ConfigError, match=r"then give model\.trust_remote_code=true"):
         evaluation([f"checkpoint={tmp_path}"])
