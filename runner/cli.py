@@ -147,7 +147,7 @@ def as_override(word: str) -> str:
         ConfigError: if there is no such user.
     """
     key, equals, value = word.partition("=")
-    if key.endswith(("data.split", "data.eval_split")):
+    if key.endswith(("data.split", "data.eval_split")) and not re.match(r"\[|\w+\(", value):
         return key + equals + re.sub(r"(?:^|(?<=,)) *([^][,'\"() ]+\[[^,'\"]*)", r"'\1'", value)
     return re.sub(r"(?<=[=,:\[ ])~[\w.-]*(?=/)", lambda found: expand_home(key, found[0]), word)
 

@@ -18,7 +18,10 @@ from components.contracts.errors import ConfigError
 from components.contracts.hook import Hook, HookRun
 from components.models import ModelSpec
 
-RESERVED = ("checkpoints", "completions", "export", "logs", "stream")
+RESERVED = (
+    *("base", "checkpoints", "completions", "export", "lock", "logs", "profile", "reference", "stream"),
+    *("tensorboard", "wandb"),
+)
 """Folders of a run that a hook may not be named after, because the average is in a folder of its name."""
 log = logging.getLogger(__name__)
 

@@ -108,10 +108,11 @@ def check_float8(device: str, name: str | None, layout: ParallelismSpec) -> None
     needed = RECIPES[layout.fp8_recipe].capability if isinstance(layout, Megatron) else (8, 9)
     lacks = device == "cuda" and name is None and torch.cuda.get_device_capability() < needed
     if name in WITHOUT_FLOAT8 or lacks:
-        least = ".".join(map(str, needed))
+        least, where = ".".join(map(str, needed)), name or torch.cuda.get_device_name()
+        other = "another parallelism.fp8_recipe, or " if needed > (8, 9) else ""
         raise ConfigError(
             f"run.dtype: fp8 needs a GPU of compute capability {least} or above here (8.9 is Ada, 9.0 "
-            f"Hopper), which {name or torch.cuda.get_device_name()} is not; use run.dtype=bf16."
+            f"Hopper, 10.0 Blackwell), which {where} is not; use {other}run.dtype=bf16."
         )
 
 

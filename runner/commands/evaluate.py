@@ -17,7 +17,6 @@ from pathlib import Path
 
 from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
-from components.models.remote_code import brings_code
 from runner import cli
 from runner.commands.arguments import first_line, is_path, trusted_modules
 from runner.config.command_line import hydra_value, long_flags
@@ -33,8 +32,8 @@ _DATA = ("data", "experiment", "data.train", "data.eval", "data.sources")
 _DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
 """Keys that name data sets, which only the option ``data=llamafactory`` has."""
 _CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")
-_LOADED = ("model.path", "model.tokenizer", "stage.reference_path")
-"""Keys of the folders that are loaded with ``model.trust_remote_code``."""
+_SOURCES = ("train", "sources", "eval", "eval_fraction", "split", "eval_split", "subset", "revision")
+"""Keys of ``data`` that say which records are read; another choice of ``data`` brings its own."""
 _DEMO = "components.data.StdlibData"
 """Class of the embedded text, which ``data.eval`` replaces."""
 ADAPTER_CONFIG = "adapter_config.json"
@@ -88,12 +87,12 @@ def without_replaced(known: Sequence[str], given: Sequence[str]) -> list[str]:
     """Return ``known`` without the keys of options of ``data`` and ``logger`` that ``given`` replaces."""
     chosen = {name_of(word): word.partition("=")[2] for word in given}
     option, loggers = chosen.get("data"), chosen.get("logger")
-    is_ours = option in cli.group_options("data")
-    keys = cli.keys_of("data", str(option)) if is_ours else None
+    is_ours = Path(cli.config_dir(), "data", f"{option}.yaml").is_file()
+    keys = cli.keys_of("data", str(option)) - {*_SOURCES} if is_ours else set()
 
     def is_kept(word: str) -> bool:
         group, *rest = name_of(word).split(".")
-        if group == "data" and rest and keys is not None:
+        if group == "data" and rest and option is not None:
             return rest[0] in keys
         if group == "logger" and rest and loggers is not None:
             return rest[0] in loggers.strip("[]").split(",")
@@ -183,10 +182,6 @@ def stage_of(overrides: Sequence[str]) -> str:
 def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
     """Raise ConfigError if the options of a run name code that the user has not trusted."""
     trusted = [module for word in given if word.startswith("trust=") for module in trusted_modules(word[6:])]
-    last = {name_of(word): word for word in [*recorded, *given]}
-    loaded = {key: str(cli.value_of(last[key])) for key in _LOADED if key in last}
-    nested = any(name_of(word) in ("model", "stage") and "{" in word for word in recorded)
-    is_harmless = not nested and "model.path" in loaded and not brings_code(loaded.values())
     for word in recorded:
         classes = _CLASS.findall(word)
         if len(classes) < word.count("_target_") or not all(is_trusted(name, trusted) for name in classes):
@@ -195,10 +190,10 @@ def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
                 "folder may not; if you know the code, give trust=[MODULE]."
             )
         allows = "trust_remote_code" in word and not word.lower().endswith("=false")
-        if allows and "model.trust_remote_code" not in map(name_of, given) and not is_harmless:
+        if allows and "model.trust_remote_code" not in map(name_of, given):
             raise ConfigError(
-                f"{name_of(word)} (run.json): the run allowed code that its model brings; read it, then give "
-                "model.trust_remote_code=true."
+                f"{name_of(word)} (run.json): the run allowed code that its model may bring; read it "
+                "if there is some, then give model.trust_remote_code=true."
             )
 
 

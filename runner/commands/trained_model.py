@@ -18,7 +18,6 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.records.options import RESERVED, RecordOptions
 from components.models.generate import load_model, use_plain_decoding
-from components.models.remote_code import brings_code
 from components.models.scalar_head import SCORE, is_classifier
 from runner.commands.arguments import trusted_modules
 from runner.config.instantiate import build_component
@@ -48,13 +47,10 @@ def read_checkpoint(given: Mapping[str, str]) -> tuple[CheckpointModel, torch.dt
         )
     where = ConfigSources(run_folder=run, trusted=trusted_modules(given.get("trust", "[]")))
     model, adapter = (build_component(group, config[group], where) for group in ("model", "adapter"))
-    # Only the model and its tokenizer are loaded with this trust.
-    loaded = [path for path in (model.path, getattr(model, "tokenizer", None)) if path is not None]
-    is_trusted = given.get("trust_remote_code") == "true" or (bool(loaded) and not brings_code(loaded))
-    if model.trust_remote_code and not is_trusted:
+    if model.trust_remote_code and given.get("trust_remote_code") != "true":
         raise ConfigError(
-            f"model.trust_remote_code ({where.of('model')}): is true, so {model.path} brings its own code; "
-            "read it, then give trust_remote_code=true."
+            f"model.trust_remote_code ({where.of('model')}): is true, so {model.path} may bring code of its "
+            "own; read it if it does, then give trust_remote_code=true."
         )
     # A checkpoint without this file is reported when its weights are read.
     if (point / ".metadata").is_file() and f"{SCORE}.weight" in StoredTensors(point).shapes("model"):

@@ -102,7 +102,8 @@ def lower_micro_batch_size(folder: Path) -> bool:
     config["run"]["micro_batch_size"] = lower
     write_config(folder, config)
     # The forecast is that of the first size.
-    replace(record, auto_micro_batch_size=lower, peak_memory=PeakMemory()).write(folder)
+    filled = record.reference and replace(record.reference, compute=False)  # before the trial step
+    replace(record, auto_micro_batch_size=lower, peak_memory=PeakMemory(), reference=filled).write(folder)
     with log_to(folder / "train.log", Console(stderr=True)):
         log.warning(
             "trial step: out of memory with %d rows in a micro-batch (run.micro_batch_size=auto); "
@@ -146,7 +147,12 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
                 handlers.callback(training.train_data.close)
                 handlers.enter_context(handling(requested))
                 with training.checkpoints:
-                    record = with_trial_step(training, record)
+                    try:
+                        record = with_trial_step(training, record)
+                    except TrialOutOfMemory as error:
+                        if requested.number:  # to stop: the run does not begin again
+                            raise TrainingError(str(error)) from error
+                        raise
                     if main:
                         record.write(folder)
                     train(training)

@@ -99,7 +99,7 @@ def read_cache_without_network(repo: str) -> None:
         return  # ``datasets`` explains the hub's answer
     except Exception as error:  # the class is that of the HTTP library, which varies
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        if not kinds & {"OSError", "TransportError"}:
+        if not kinds & {"OSError", "RequestError", "ValueError"}:
             raise
         log.warning("hub: cannot be reached (%s), so only its cache is read", one_line(error))
         datasets.config.HF_HUB_OFFLINE = True

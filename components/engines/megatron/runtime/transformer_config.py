@@ -55,17 +55,22 @@ OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_
     **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), "model.moe"),
     "cpu_offloading": "parallelism.activation_offloading",
     "fine_grained_activation_offloading": "parallelism.activation_offloading",
+    "moe_layer_recompute": "parallelism.recompute_modules",
 }
 """Field of Megatron's configuration -> the key of this program's configuration that determines it."""
 REFUSED = {
     **dict.fromkeys(
-        ("apply_query_key_layer_scaling", "softmax_type", "window_size"),
+        ("apply_query_key_layer_scaling", "softmax_type", "window_"),
         "this engine's attention is that of the model",
     ),
     "attention_softmax_in_fp32": "only Megatron's own attention reads it, which this engine replaces",
     **dict.fromkeys(
         ("cuda_graph", "enable_cuda_graph", "external_cuda_graph"),
         "this engine captures no CUDA graphs, because rows differ in length",
+    ),
+    **dict.fromkeys(
+        ("cpu_offloading_", "offload_modules"),
+        "Megatron's own offloading is not used; see parallelism.activation_offloading",
     ),
     "fp4": "run.dtype has no fp4",
     "fp8_param": "weights are kept in bf16, from which those in float8 are made",

@@ -51,25 +51,6 @@ def test_an_evaluation_begins_as_the_run_did(tmp_path: Path) -> None:
     assert "checkpoint.init_from=null" in evaluation([f"checkpoint={tmp_path}"])
 
 
-def test_a_model_without_code_needs_no_consent(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    overrides = ["model=hf", f"model.path={base}", "model.trust_remote_code=true"]
-    RunRecord(overrides=overrides).write(tmp_path)
-    assert {*overrides} <= {*evaluation([f"checkpoint={tmp_path}"])}
-    for other in ("model.path=org/model", "model.tokenizer=org/tokenizer", "stage.reference_path=org/model"):
-        with pytest.raises(ConfigError, match=r"then give model\.trust_remote_code=true"):
-            evaluation([f"checkpoint={tmp_path}", other])
-    RunRecord(overrides=[*overrides, "+model={tokenizer: org/tokenizer}"]).write(tmp_path)
-    with pytest.raises(ConfigError, match=r"then give model\.trust_remote_code=true"):
-        evaluation([f"checkpoint={tmp_path}"])
-    RunRecord(overrides=overrides).write(tmp_path)
-    (base / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {}}))
-    with pytest.raises(ConfigError, match=r"then give model\.trust_remote_code=true"):
-        evaluation([f"checkpoint={tmp_path}"])
-
-
 def test_jobs_of_a_sweep_read_their_own_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     words = evaluation(["-m", f"checkpoint={tmp_path}", "data.eval=a.jsonl,b.jsonl"])
@@ -93,7 +74,10 @@ def test_keys_of_options_that_are_not_chosen_any_more(tmp_path: Path) -> None:
     assert {"logger=[jsonl]", "data=demo"} <= {*words}
     assert not any(word.startswith(("logger.", "data.")) for word in words)
     words = evaluation([f"checkpoint={tmp_path}", "logger=[jsonl,wandb]", "data=files", "data.eval=b.jsonl"])
-    assert "logger.wandb.mode=offline" in words
+    assert {"logger.wandb.mode=offline", "data.columns={text: a}"} <= {*words}
+    assert not any(
+        word.startswith("data.columns") for word in evaluation([f"checkpoint={tmp_path}", "data=mine"])
+    )
 
 
 def test_a_path_without_its_key(tmp_path: Path) -> None:
