@@ -1,10 +1,13 @@
 """Converting a checkpoint to the export of its run, in one process, tensor by tensor."""
 
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
 from components.adapters import LoRA, export_adapter
@@ -13,6 +16,9 @@ from components.adapters.peft_folder import name_base
 from components.checkpoint import resolve_checkpoint
 from components.models import ModelSpec, WeightSource, checkpoint_weights, named_shapes, nf4, stream_folder
 from components.models.experts import router_biases
+from components.models.export.hf_folder import write_configs
+from components.models.export.safetensors_writer import stored_tensors
+from components.models.generate import load_model
 
 OPTION = "checkpoint"
 
@@ -33,10 +39,37 @@ class CheckpointModel:
     """Prefix of the weights' keys in the checkpoint, such as ``hook/ema``."""
 
     def export_model(self, target: Path, dtype: torch.dtype) -> Path:
-        """Write a model that was trained, fully or in part, to ``target``."""
-        assert self.adapter is None
+        """Write the trained model to ``target``; an adapter is merged into its base model.
+
+        Raises:
+            ConfigError: if the base model is quantised, and what reads it is not installed.
+        """
+        shapes, source = self._weights()
+        stream_folder(self.model, shapes, source, target, dtype)
+        self.model.add_tokenizer(target)
+        return target
+
+    def load_model(self, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Return what transformers loads from the export, without writing the weights.
+
+        Raises:
+            ConfigError: as ``export_model``.
+        """
+        shapes, source = self._weights()
+        with tempfile.TemporaryDirectory() as folder:  # of kilobytes
+            write_configs(self.model, Path(folder), dtype)
+            tokenizer = self.model.add_tokenizer(Path(folder))
+            weights = stored_tensors(self.model, shapes, source, dtype)
+            return load_model(Path(folder), self.model.trust_remote_code, weights), tokenizer
+
+    def _weights(self) -> tuple[Mapping[str, torch.Size], WeightSource]:
+        """Return the shapes and the source of the trained weights, with an adapter merged into them."""
         meta = self.model.build(self.model.config())
         shapes = named_shapes(meta)
+        if self.adapter is not None:
+            if self.adapter.quantize is not None:
+                nf4.check_installed()
+            return shapes, merged_weights(self.adapter, meta, self._initial(), self._adapter_weights())
         moving = router_biases(meta)  # no gradient, but training updates them, and checkpoints contain them
         named = meta.named_parameters()
         wanted = {name: shapes[name] for name, p in named if p.requires_grad or name in moving}
@@ -46,20 +79,7 @@ class CheckpointModel:
         def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
             return (trained if name in wanted else frozen)(name, index)
 
-        return self._stream(shapes, read, target, dtype)
-
-    def export_merged(self, target: Path, dtype: torch.dtype) -> Path:
-        """Write the base model of an adapter with the adapter merged into it.
-
-        Raises:
-            ConfigError: if the base model is quantised, and what reads it is not installed.
-        """
-        assert self.adapter is not None
-        if self.adapter.quantize is not None:
-            nf4.check_installed()
-        meta = self.model.build(self.model.config())
-        merged = merged_weights(self.adapter, meta, self._initial(), self._adapter_weights())
-        return self._stream(named_shapes(meta), merged, target, dtype)
+        return shapes, read
 
     def export_adapter(self, target: Path, dtype: torch.dtype, *, writes: bool = True) -> Path:
         """Write the adapter to its own folder ``target``.
@@ -82,13 +102,6 @@ class CheckpointModel:
             name_base(target, base)
         else:
             self.adapter.finish_export(spec, target, target / "base", self.seed, dtype)
-        return target
-
-    def _stream(
-        self, shapes: dict[str, torch.Size], source: WeightSource, target: Path, dtype: torch.dtype
-    ) -> Path:
-        stream_folder(self.model, shapes, source, target, dtype)
-        self.model.add_tokenizer(target)
         return target
 
     def _adapter_weights(self) -> WeightSource:

@@ -77,8 +77,11 @@ class Hook:
     """Number of fp32 copies of the trained weights that the hook keeps, for the estimate of memory. Each rank
     keeps a copy of ``engine.tensors(model_only=True)``."""
 
-    def check(self) -> None:
-        """Raise ConfigError if a requirement is missing; called before any rank starts."""
+    def check(self, name: str) -> None:
+        """Raise ConfigError if a requirement of the hook, called ``name``, is missing.
+
+        This is called before any rank starts.
+        """
 
     def begin(self, run: HookRun) -> None:
         """Prepare for the first step.

@@ -42,11 +42,13 @@ class EMA(Hook):
         if not 0 <= self.decay < 1:
             raise ConfigError(f"hook.ema.decay: must be at least 0 and below 1, got {self.decay}.")
 
+    def check(self, name: str) -> None:
+        if name in RESERVED:
+            raise ConfigError(f"hook.{name}: is a folder of the run, and EMA writes to one; rename it.")
+
     def begin(self, run: HookRun) -> None:
         if not isinstance(run.adapter, LoRA | None):
             raise ConfigError("hook.ema: cannot export the average of an adapter of your own; leave it out.")
-        if run.name in RESERVED:
-            raise ConfigError(f"hook.{run.name}: is a folder of the run, and EMA writes to one; rename it.")
         self.saved = run.resumed_from  # a run that was killed before its export has no further step
         self.average: dict[str, Tensor] = {}
         self.copies: dict[str, Tensor] = {}

@@ -39,7 +39,7 @@ class Samples(Hook):
     default_system: str | None = None
     chat_template_kwargs: Json | None = None
 
-    def check(self) -> None:
+    def check(self, name: str) -> None:  # noqa: ARG002
         """Raise ConfigError if the prompts cannot be read or ``max_new_tokens`` is below 1."""
         check_at_least_one("hook.samples", self, "max_new_tokens")
         self._prompts()

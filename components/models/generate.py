@@ -2,13 +2,15 @@
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
@@ -153,13 +155,33 @@ def use_plain_decoding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     )
 
 
-def load_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the model in ``folder``; for an adapter folder, this is its base model with the adapter."""
+def load_model(
+    folder: Path, trust_remote_code: bool, weights: Mapping[str, Tensor] | None = None
+) -> PreTrainedModel:
+    """Return the model in ``folder``; for an adapter folder, this is its base model with the adapter.
+
+    If ``weights`` are given, ``folder`` needs no files of weights.
+    """
+    if weights is not None:
+        return load_with_weights(folder, trust_remote_code, weights)
     if not (folder / ADAPTER_CONFIG_NAME).is_file():
         return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 uses a deprecated name of transformers
         return load_adapted(folder, trust_remote_code)
+
+
+def load_with_weights(
+    folder: Path, trust_remote_code: bool, weights: Mapping[str, Tensor]
+) -> PreTrainedModel:
+    """Return the model that ``folder`` would hold if ``weights`` were its files of weights."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):  # from_pretrained of the Auto classes takes weights only from files
+        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+    generation = GenerationConfig.from_pretrained(folder)
+    return kind.from_pretrained(
+        None, config=config, state_dict=weights, dtype=config.dtype, generation_config=generation
+    )
 
 
 def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:

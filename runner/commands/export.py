@@ -88,12 +88,10 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
                 "run, such as ema, or leave it out."
             )
     dtype = DTYPES[given["dtype"]] if "dtype" in given else None
-    if trained.adapter is None:
-        if merge:
-            raise ConfigError("merge: the checkpoint is of a whole model, not of an adapter; leave it out.")
+    if trained.adapter is None and merge:
+        raise ConfigError("merge: the checkpoint is of a whole model, not of an adapter; leave it out.")
+    if trained.adapter is None or merge:
         return trained.export_model(target, dtype or stored)
-    if merge:
-        return trained.export_merged(target, dtype or stored)
     if dtype is not None:
         raise ConfigError("dtype: an adapter is kept in fp32; leave it out, or use merge=true.")
     return trained.export_adapter(target, stored)

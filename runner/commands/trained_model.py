@@ -1,6 +1,5 @@
 """The model that a run trained, from its checkpoint or from a folder that transformers or peft reads."""
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -96,24 +95,24 @@ def open_model(given: Mapping[str, str]) -> tuple[PreTrainedModel, PreTrainedTok
     """Load the model that ``given["checkpoint"]`` names, for text generation, with its tokenizer.
 
     That is a folder that transformers or peft reads, such as an export or an adapter, or a checkpoint or run
-    folder of this program. A checkpoint is first exported to a temporary folder ($TMPDIR). The model is moved
-    to the GPU if it takes less than half of the GPU's free memory.
+    folder of this program. The model is moved to the GPU if it takes less than half of the GPU's free memory.
 
     Raises:
         ConfigError: if the model cannot be read, is a reward model, or needs code that is not trusted.
     """
     folder = Path(given["checkpoint"])
+    logging.disable_progress_bar()
     if is_exported(folder):
         if is_classifier(folder):
             raise _no_text(folder)
-        return _load(folder, given.get("trust_remote_code") == "true")
-    trained, stored = read_checkpoint(given)
-    if trained.model.scalar_head:
-        raise _no_text(folder)
-    with tempfile.TemporaryDirectory() as scratch:
-        target = Path(scratch) / "export"
-        written = trained.export_model if trained.adapter is None else trained.export_merged
-        return _load(written(target, stored), trained.model.trust_remote_code)
+        model, tokenizer = _load(folder, given.get("trust_remote_code") == "true")
+    else:
+        trained, stored = read_checkpoint(given)
+        if trained.model.scalar_head:
+            raise _no_text(folder)
+        model, tokenizer = trained.load_model(stored)
+    use_plain_decoding(model, tokenizer)
+    return model.to(inference_device(model)).eval(), tokenizer
 
 
 def _no_text(folder: Path) -> ConfigError:
@@ -123,7 +122,6 @@ def _no_text(folder: Path) -> ConfigError:
 
 
 def _load(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         model = load_model(folder, trust_remote_code)
@@ -132,5 +130,4 @@ def _load(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTr
         raise ConfigError(f"checkpoint: cannot load {folder} ({reason}); export it again.") from error
     if not len(tokenizer):  # without its files, transformers builds an empty one
         raise ConfigError(f"checkpoint: {folder} has no tokenizer; copy the tokenizer's files into it.")
-    use_plain_decoding(model, tokenizer)
-    return model.to(inference_device(model)).eval(), tokenizer
+    return model, tokenizer

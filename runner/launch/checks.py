@@ -435,8 +435,8 @@ def check_parts(experiment: Experiment) -> PreTrainedModel:
     for logger in experiment.logger.values():
         logger.check()
     checks.check_scalar_head(model.scalar_head, experiment.hook)
-    for hook in experiment.hook.values():
-        hook.check()
+    for name, hook in experiment.hook.items():
+        hook.check(name)
     meta_model = model.meta_model
     checks.check_adapter(experiment.adapter, meta_model, model.moe.bias_update_rate, bool(model.add_tokens))
     checks.check_head_dim(experiment.optimizer, meta_model, adapted=experiment.adapter is not None)

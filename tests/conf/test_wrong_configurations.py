@@ -65,6 +65,11 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "use 1 or 2",
     ),
     "no end to a timeout": (("run.hang_timeout_s=inf",), "run.hang_timeout_s", "0 for off"),
+    "an average in a folder of the run": (
+        ("+hook.checkpoints._target_=components.hooks.EMA",),
+        "hook.checkpoints",
+        "rename it",
+    ),
     "a group taken away": (("~adapter",), "adapter", "choose one"),
     "first stage with all": (
         (ON + "pp2", "parallelism.first_stage_layers=4"),

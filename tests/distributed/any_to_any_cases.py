@@ -72,12 +72,15 @@ WORK: dict[str, tuple[str, ...]] = {
     "rm": ("stage=rm", "optimizer.lr=1e-5"),
     "lora rm": ("stage=rm", "adapter=lora", "optimizer.lr=1e-5"),
     "tr-dpo": ("stage=dpo", "optimizer.lr=1e-5", "stage.sync_reference_every=2"),
+    "wpo": ("stage=dpo", "optimizer.lr=1e-5", "stage.wpo=true"),
+    "neftune": (*UNLUCKY, "model.neftune_alpha=5.0"),
     "fp16": (*UNLUCKY, "run.dtype=fp16", "run.loss_scale.growth_interval=2"),
+    "fp8": (*UNLUCKY, "run.dtype=fp8", "parallelism.fp8_recipe=rowwise_with_gw_hp"),
     "experts": UNLUCKY,
     "deepseek": UNLUCKY,
     "muon": UNLUCKY,
 }
-OF_PAIRS = ("dpo", "tr-dpo", "rm", "lora rm")
+OF_PAIRS = ("dpo", "tr-dpo", "wpo", "rm", "lora rm")
 """Work on pairs, of which no step is skipped."""
 MODELS = {"experts": QWEN3_MOE, "deepseek": DEEPSEEK, "muon": MUON.experiment}
 """Options of each work item that does not use the default model and optimizer."""

@@ -38,6 +38,9 @@ PAIRS = [
     ("lora rm", "hsdp", "tp2pp2"),
     ("tr-dpo", "fsdp2 tp2", "tp2pp2"),
     ("tr-dpo", "dp2 sharded", "fsdp2"),
+    ("wpo", "pp2", "fsdp2 tp2"),
+    ("neftune", "fsdp2 cp2", "tp2pp2"),
+    ("fp8", "fsdp2", "hsdp"),
     ("experts", "fsdp2 ep2", "tp2ep2etp2"),
     ("experts", "dp4ep2 sharded", "fsdp2 tp2ep2"),
     ("deepseek", "pp2ep2", "fsdp2 cp2ep2"),
@@ -61,6 +64,8 @@ SAME = [
     ("tr-dpo", "dp2 sharded"),
     ("deepseek", "dp4ep2 sharded"),
     ("muon", "tp2dp2 whole"),
+    ("neftune", "tp2cp2"),
+    ("fp8", "fsdp2 cp2"),
     ("fp16", "fsdp2 tp2"),
     ("fp16", "pp2vpp2cp2"),
 ]

@@ -168,7 +168,7 @@ def test_prompts_have_the_system_turn_of_the_data() -> None:
     variables = "data.chat_template_kwargs={style: brief}"
     config = composed((*data, variables, "hook=samples", "hook.samples.prompts=prompts.jsonl"))
     with mock.patch("components.hooks.samples.read_prompts") as read:
-        build_experiment(config, ConfigSources()).hook["samples"].check()
+        build_experiment(config, ConfigSources()).hook["samples"].check("samples")
     options = RecordOptions(default_system="Count.", chat_template_kwargs={"style": "brief"})
     read.assert_called_with("prompts.jsonl", options)
     other = composed(

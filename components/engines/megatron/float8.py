@@ -16,6 +16,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.engines.megatron.checks import uses_transformer_engine, why_no_transformer_engine
 from components.engines.megatron.layout import Layout
+from components.models.attention_shape import attention_shape
 
 COPIES = 2
 """Copies of a weight in float8 that transformer-engine keeps: for the forward and for the backward pass."""
@@ -69,11 +70,9 @@ def check(layout: Layout, model: PreTrainedModel, options: EngineOptions) -> Non
 
 def matrix_sizes(layout: Layout, model: PreTrainedModel) -> list[int]:
     """Return the numbers of rows and columns of a rank's matrices in a layer."""
-    config, head = model.config, getattr(model.config, "head_dim", None)
-    head = head or config.hidden_size // config.num_attention_heads
-    heads = config.num_attention_heads, config.num_attention_heads + 2 * config.num_key_value_heads
-    split = config.intermediate_size, *(number * head for number in heads)
-    return [config.hidden_size, *(size // layout.tp for size in split)]
+    config, of = model.config, attention_shape(model.config)
+    query, fused = of.number * of.key, of.number * of.key + of.shared * (of.key + of.value)
+    return [config.hidden_size, *(size // layout.tp for size in (config.intermediate_size, query, fused))]
 
 
 def config_fields(layout: Layout) -> Json:

@@ -46,13 +46,14 @@ def export_folder(
     renamed = ((rename(name), tensor) for name, tensor in tensors)
     written = all_gather_objects(write_shards(path, renamed, shard_bytes), None)
     if rank() == 0:
-        finish_folder(spec, path, dtype, [shard for shards in written for shard in shards])
+        write_configs(spec, path, dtype)
+        name_shards(path, [shard for shards in written for shard in shards])
     if dist.is_initialized():
         dist.barrier()
 
 
-def finish_folder(spec: ModelSpec, path: Path, dtype: torch.dtype, shards: list[tuple[Path, Sizes]]) -> None:
-    """Add the configurations and give the weight files their final names."""
+def write_configs(spec: ModelSpec, path: Path, dtype: torch.dtype) -> None:
+    """Write the configurations of the model and, if it brings one, of its text generation."""
     config = spec.config()
     config.use_cache, config.dtype = True, dtype
     by_config = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if spec.scalar_head else MODEL_FOR_CAUSAL_LM_MAPPING
@@ -61,7 +62,6 @@ def finish_folder(spec: ModelSpec, path: Path, dtype: torch.dtype, shards: list[
     config.save_pretrained(path)
     if spec._reads_path and (source := spec.folder() / GENERATION_CONFIG_NAME).is_file():
         shutil.copyfile(source, path / GENERATION_CONFIG_NAME)
-    name_shards(path, shards)
 
 
 def rank() -> int:

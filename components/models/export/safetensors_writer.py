@@ -14,7 +14,7 @@ from components.contracts.configs import WeightSource
 from components.models.config import ModelSpec
 from components.models.experts import stored_dtype
 from components.models.export.hf_file_names import file_names
-from components.models.export.hf_folder import SHARD_BYTES, finish_folder
+from components.models.export.hf_folder import SHARD_BYTES, name_shards, write_configs
 from components.models.pretrained import CODES
 
 ALIGNMENT = 8
@@ -46,7 +46,17 @@ def stream_folder(
         unfinished, stored = path / f".{file}", {name: shapes[ours[name]] for name in names}
         stream_file(unfinished, stored, lambda name: source(ours[name]), dtype)
         written.append((unfinished, {name: sizes[name] for name in names}))
-    finish_folder(spec, path, dtype, written)
+    write_configs(spec, path, dtype)
+    name_shards(path, written)
+
+
+def stored_tensors(
+    spec: ModelSpec, shapes: Mapping[str, torch.Size], source: WeightSource, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the tensors of the files that ``stream_folder`` writes, all in memory."""
+    rename = file_names(spec.config().model_type)
+    names = {rename(name): name for name in shapes}
+    return {stored: source(name).to(stored_dtype(stored, dtype)) for stored, name in names.items()}
 
 
 def stream_file(

@@ -16,8 +16,9 @@ from components.checkpoint.reader import StoredTensors
 from components.contracts.errors import ConfigError
 from components.models import ModelSpec, export_folder, named_shapes, stream_folder
 from components.models.checkpoint_weights import check_shapes
-from components.models.export.hf_folder import write_safetensors
-from components.models.export.safetensors_writer import stream_file
+from components.models.export.hf_folder import write_configs, write_safetensors
+from components.models.export.safetensors_writer import stored_tensors, stream_file
+from components.models.generate import load_model
 from tests.distributed.cases import spec
 
 NAMES = {"model.layers.10.b": (3, 2), "model.layers.2.a": (5,), "ü": (7, 1), "lm_head.weight": (4, 4)}
@@ -67,6 +68,32 @@ def test_a_folder_is_that_of_a_run_and_takes_the_memory_of_a_tensor(tmp_path: Pa
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes(), name
         if name.endswith(".safetensors"):
             assert load_file(tmp_path / "ours" / name)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek"])
+def test_a_model_in_memory_is_that_of_its_files(tmp_path: Path, family: str) -> None:
+    """transformers stacks the weights of experts, and the correction of a router's scores stays in fp32."""
+    model, dtype = spec(family), torch.bfloat16
+    shapes, drawn = named_shapes(model.build(model.config())), model.weights(0)
+
+    def source(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        return drawn(name, index) + 1 / 3  # corrections are 0 at first
+
+    stream_folder(model, shapes, source, tmp_path / "files", dtype)
+    write_configs(model, tmp_path / "none", dtype)
+    model.add_tokenizer(tmp_path / "files")
+    model.add_tokenizer(tmp_path / "none")
+    theirs = load_model(tmp_path / "files", False)
+    ours = load_model(tmp_path / "none", False, stored_tensors(model, shapes, source, dtype))
+    assert not [*(tmp_path / "none").glob("*.safetensors*")]
+    found, expected = ours.state_dict(), theirs.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in expected.items()}
+    assert ours.generation_config is not None
+    assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+    named = {"_name_or_path": None}
+    assert ours.config.to_dict() | named == theirs.config.to_dict() | named
 
 
 @pytest.mark.parametrize(
