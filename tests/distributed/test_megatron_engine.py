@@ -23,8 +23,8 @@ Run = Callable[..., list[Any]]
 OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS = {
     "single": megatron(dp=1),
-    "dp2": megatron(dp=2, **OVERLAPPED),
-    "tp2sp": megatron(tp=2, dp=1, sequence_parallel=True),
+    "dp2": megatron(dp=2, gradient_accumulation_fusion=True, **OVERLAPPED),
+    "tp2sp": megatron(tp=2, dp=1, sequence_parallel=True, gradient_accumulation_fusion=True),
     "cp2": megatron(cp=2, dp=1),
     "pp2": megatron(pp=2, dp=1),
 }

@@ -27,7 +27,11 @@ ALL = {"moe_token_dispatcher": "allgather"}
 
 LAYOUTS: dict[str, tuple[Megatron, str, str]] = {
     "single": (megatron(dp=1), "qwen3_moe_mixed", "padded"),
-    "tp2": (megatron(dp=1, bias_activation_fusion=True, **SP), "qwen3_moe_mixed", "packed"),
+    "tp2": (
+        megatron(dp=1, bias_activation_fusion=True, gradient_accumulation_fusion=True, **SP),
+        "qwen3_moe_mixed",
+        "packed",
+    ),
     "ep2": (megatron(dp=2, ep=2), "mixtral", "packed"),
     "ep2 allgather": (megatron(dp=2, ep=2, **ALL), "qwen3_moe_four", "padded"),
     "ep2 overlapped": (

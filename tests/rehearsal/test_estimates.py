@@ -388,6 +388,19 @@ def test_a_fused_activation_is_one_kernel_that_saves_less(tmp_path: Path) -> Non
         assert fused.record["kernels"][moment] < apart.record["kernels"][moment]
 
 
+def test_gradients_that_are_added_by_products_need_no_other_kernel(tmp_path: Path) -> None:
+    """Each of the four matrices of a layer has one addition less in the backward pass."""
+    on = [*ROW, "parallelism=tp2", "preflight.steps=1", "run.micro_batch_size=1"]
+    fused, apart = (
+        rehearsed(tmp_path / flag, *on, f"parallelism.gradient_accumulation_fusion={flag}")
+        for flag in ("true", "false")
+    )
+    saved = apart.record["kernels"]["backward"] - fused.record["kernels"]["backward"]
+    assert saved == 4 * 4 * fused.sections["batch"]["microbatches_per_rank"]
+    assert fused.peak <= apart.peak
+    assert fused.estimate == apart.estimate
+
+
 def test_products_and_gathers_in_float8(tmp_path: Path) -> None:
     """Tokens are padded to a multiple of 16 in float8, and a gathered weight is sent in one byte, not two."""
     on = ["model=llama3_1b", "parallelism=fsdp2", "parallelism.dp=4", "preflight.steps=1"]

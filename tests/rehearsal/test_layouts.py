@@ -128,6 +128,7 @@ MEGATRON = {
     "further fields": [
         "parallelism=tp2",
         "parallelism.bias_activation_fusion=false",
+        "parallelism.gradient_accumulation_fusion=false",
         "parallelism.transformer_config={glu_linear_offset:0.5}",
     ],
     "offload": [

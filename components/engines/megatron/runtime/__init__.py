@@ -1,6 +1,6 @@
 """All modules that import megatron. Importing this package installs the patches that megatron needs here."""
 
-from components.engines.megatron.compat import packed_rope
+from components.engines.megatron.compat import gradient_fusion, packed_rope
 from components.engines.megatron.compat.cpu import install as install_cpu
 from components.engines.megatron.compat.no_te import install as install_repairs
 from components.engines.megatron.compat.patching import install as install_patches
@@ -8,6 +8,7 @@ from components.engines.megatron.compat.unused_packages import hidden
 
 # wandb takes half a second to import, and leaves two temporary folders because ranks end with os._exit.
 with hidden("wandb"):
+    gradient_fusion.install()
     install_cpu()
     install_repairs()
     install_patches(packed_rope.PATCHES)

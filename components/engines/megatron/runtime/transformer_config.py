@@ -50,6 +50,7 @@ OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_
     "recompute_modules": "parallelism.recompute_modules",
     "moe_grouped_gemm": "parallelism.moe_grouped_gemm",
     "bias_activation_fusion": "parallelism.bias_activation_fusion",
+    "gradient_accumulation_fusion": "parallelism.gradient_accumulation_fusion",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16", "fp8"), "run.dtype"),
     "fp8_recipe": "parallelism.fp8_recipe",
     **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), "model.moe"),
@@ -123,8 +124,8 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOpti
         init_method=leave_empty,
         output_layer_init_method=leave_empty,
         bias_activation_fusion=layout.fuses_activation(options.device),
+        gradient_accumulation_fusion=fuses_gradients(layout, options, uses_te=uses_te),
         # These need Apex, or, as for dropout and biases after a projection, have nothing to fuse.
-        gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
@@ -245,6 +246,13 @@ def parallelism(layout: Layout, mtp: int = 0) -> Json:
         # https://github.com/pytorch/pytorch/pull/82450
         "batch_p2p_sync": False,
     }
+
+
+def fuses_gradients(layout: Layout, options: EngineOptions, *, uses_te: bool) -> bool:
+    """Return ``gradient_accumulation_fusion``, or its default."""
+    if layout.gradient_accumulation_fusion is not None:
+        return layout.gradient_accumulation_fusion
+    return options.device == "cuda" and not uses_te
 
 
 def recomputation(layout: Layout) -> Json:

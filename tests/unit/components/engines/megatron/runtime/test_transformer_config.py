@@ -56,6 +56,26 @@ def test_the_activation_is_fused_on_a_gpu(device: DeviceKind, asked: bool | None
     assert config.bias_activation_fusion is fused
 
 
+@pytest.mark.parametrize(
+    ("device", "uses_te", "asked", "fused"),
+    [
+        ("cuda", False, None, True),
+        ("cuda", True, None, False),
+        ("cpu", False, None, False),
+        ("cuda", False, False, False),
+        ("cuda", True, True, True),
+    ],
+)
+def test_gradients_are_added_by_their_products_on_a_gpu(
+    device: DeviceKind, uses_te: bool, asked: bool | None, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "uses_transformer_engine", lambda *_: uses_te)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", object())
+    layout = megatron(gradient_accumulation_fusion=asked)
+    config = transformer_config(spec("llama").config(), layout, EngineOptions(torch.bfloat16, device))
+    assert config.gradient_accumulation_fusion is fused
+
+
 @pytest.mark.parametrize("uses_te", [True, False])
 def test_the_rotary_embedding_is_fused_with_transformer_engine(
     uses_te: bool, monkeypatch: pytest.MonkeyPatch
