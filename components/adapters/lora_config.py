@@ -253,9 +253,9 @@ class LoRA:
         """Write the tokenizer to the exported adapter folder ``export``, and return the tokenizer.
 
         Only one process calls this, after every rank has exported. If the weights of the base model are
-        random or from a checkpoint, they are written to the folder ``base``, which adapter_config.json then
-        names. They are in ``dtype``, or in fp32 if they are quantised in training, so that quantising them
-        again gives the same values.
+        random, from a checkpoint, or have rows of added tokens, they are written to the folder ``base``,
+        which adapter_config.json then names. They are in ``dtype``, or in fp32 if they are quantised in
+        training, so that quantising them again gives the same values.
         """
         tokenizer = model.load_tokenizer()
         tokenizer.save_pretrained(export)

@@ -186,8 +186,8 @@ class DataAudit(Protocol):
 
     def to_json(self) -> str: ...
 
-    def render(self) -> object:
-        """Return a renderable of the library rich."""
+    def render(self, *, evaluates: bool = False) -> object:
+        """Return a renderable of the library rich; with ``evaluates``, only of the evaluation data."""
 
 
 class Prepared(Protocol):

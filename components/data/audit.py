@@ -96,11 +96,14 @@ class Audit:
             if getattr(source, count)
         ]
 
-    def render(self) -> Table:
-        """Return a table for a terminal, with one column per source."""
+    def render(self, *, evaluates: bool = False) -> Table:
+        """Return a table for a terminal, with one column per source.
+
+        With ``evaluates``, it has no columns for the training data, which an evaluation does not use.
+        """
         table = Table(title="Data", title_justify="left")
         table.add_column()
-        splits = self._splits()
+        splits = self.eval if evaluates else self._splits()
         columns = [(name, split, source) for name, split in splits.items() for source in split.sources]
         for name, _, source in columns:
             table.add_column(f"{name}: {source.name}", justify="right", overflow="fold")

@@ -226,8 +226,11 @@ class ModelSpec:
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether the initial weights are those that ``from_pretrained`` reads from ``path``."""
-        return self.initial_checkpoint is None and self.init == "pretrained"
+        """Whether the initial weights are those that ``from_pretrained`` reads from ``path``.
+
+        With ``add_tokens``, they have rows that are not in its files.
+        """
+        return self.initial_checkpoint is None and self.init == "pretrained" and not self.add_tokens
 
     @property
     def describe_init(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from components.accelerator import UNSUPPORTED, find_accelerator
+from components.adapters.target_modules import matches
 from components.checkpoint import read_meta
 from components.contracts.configs import AdapterConfig, ModelConfig
 from components.contracts.device import DeviceKind
@@ -19,6 +20,7 @@ from components.engines.megatron import Megatron
 from components.engines.megatron.float8 import RECIPES
 from components.models import ModelSpec
 from components.models.attention_shape import attention_shape
+from components.models.scalar_head import has_scalar_head, output_head, ties_embedding
 from components.optimizers.muon import HEADS, Muon
 from components.preflight.engine_layouts import EngineLayout
 from components.preflight.estimates.data_sheets import WITHOUT_FLOAT8
@@ -401,14 +403,27 @@ def check_adapter(
     if adapter is None:
         return
     if adds_tokens:
-        raise ConfigError(
-            "model.add_tokens: an adapter leaves the embedding and the head as they are, and its folder "
-            "cannot hold a larger vocabulary; use adapter=none, or model.chat_template=plain, which needs no "
-            "tokens."
-        )
+        check_added_rows(adapter, model)
     if bias_update_rate:
         raise ConfigError(
             f"model.moe.bias_update_rate: is {bias_update_rate}, but an adapter leaves the model's routers "
             "as they are; use model.moe.bias_update_rate=0, or adapter=none."
         )
     adapter.check(model)
+
+
+def check_added_rows(adapter: AdapterConfig, model: PreTrainedModel) -> None:
+    """Raise ConfigError unless the adapter trains the modules that hold the rows of added tokens."""
+    if ties_embedding(model):
+        raise ConfigError(
+            "model.add_tokens: the rows of the new tokens are in an embedding that is tied to the head, "
+            "which an adapter cannot train; use adapter=none, or model.chat_template=plain, which needs none."
+        )
+    holders = [model.get_input_embeddings(), *([] if has_scalar_head(model) else [output_head(model)])]
+    names = [name for name, module in model.named_modules() if any(module is each for each in holders)]
+    if not all(any(matches(name, word) for word in adapter.modules_to_save) for name in names):
+        modules = ",".join(name.rpartition(".")[2] for name in names)
+        raise ConfigError(
+            "model.add_tokens: an adapter leaves the rows of the new tokens as they are; add "
+            f"adapter.modules_to_save=[{modules}], or use adapter=none."
+        )

@@ -57,10 +57,11 @@ def survey(case: Candidate | None, config: Config) -> Report:
     """Return a report of all estimates for ``case``, and of the class that reads each key of ``config``.
 
     None means that the layout, the optimizer or the adapter is of a user's own class; the report then has
-    only the keys.
+    only the keys. With ``run.evaluate_only``, no summary describes train steps.
     """
+    evaluates = config["run"]["evaluate_only"]
     if case is None:
-        return Report({"keys": list(key_rows(config))}, {"forecast": NO_FORECAST})
+        return Report({"keys": list(key_rows(config))}, {} if evaluates else {"forecast": NO_FORECAST})
     work = step_work(case)
     sections: dict[str, Section] = {
         "layout": layout_section(case),
@@ -74,7 +75,7 @@ def survey(case: Candidate | None, config: Config) -> Report:
     }
     if not sections["groups"]:  # one rank has none
         del sections["groups"]
-    return Report(sections, lines(case, work, sections))
+    return Report(sections, evaluation_lines(case) if evaluates else lines(case, work, sections))
 
 
 def layout_section(case: Candidate) -> Scalars:
@@ -139,21 +140,18 @@ def lines(case: Candidate, work: StepWork, sections: Mapping[str, Section]) -> d
     time, workload, device = step_time(case, work), case.microbatch, case.device
     counts, most = parameter_counts(case), case.peak
     dims = mesh_info(case.layout, case.world_size)["dims"]
-    mesh = " x ".join(f"{name} {size}" for name, size in dims.items() if size > 1)
     trained = "all" if counts["trainable"] == counts["total"] else as_count(counts["trainable"])
-    active = f"{as_count(counts['active'])} active, " if counts["active"] < counts["total"] else ""
     parts = sorted(most.parts.items(), key=lambda part: -part[1])[:3]
     stage = f" at pipeline stage {most.stage}" if dims.get("pp", 1) > 1 else ""
     found = {
-        "layout": f"{case.world_size} ranks: {mesh}" if mesh else "1 rank",
-        "groups": "; ".join(group_lines(case.layout, case.world_size)),
+        **layout_lines(case),
         "length": length_line(case),
         "batch": (
             f"{case.data.global_batch_size} rows a step = {case.dp_size} data rank(s) x "
             f"{workload.num_microbatches} micro-batch(es) x {case.micro_batch_size} row(s); about "
             f"{work.tokens:,.0f} tokens, {work.labels:,.0f} labels"
         ),
-        "parameters": f"{as_count(counts['total'])}, {active}{trained} trained",
+        "parameters": f"{size_line(case)}, {trained} trained",
         "memory": (
             f"{as_size(most.total)} of {as_size(device.memory)} ({device.name}){stage}: "
             + ", ".join(f"{name} {as_size(size)}" for name, size in parts)
@@ -165,6 +163,36 @@ def lines(case: Candidate, work: StepWork, sections: Mapping[str, Section]) -> d
         "keys": f"{len(sections['keys'])}, listed in preflight.json with the class that reads each",
     }
     return {name: line for name, line in found.items() if line}
+
+
+def evaluation_lines(case: Candidate) -> dict[str, str]:
+    """Return the summaries for a run that only evaluates."""
+    rows = case.data.global_batch_size
+    loaders = case.data.eval_loaders(BatchShard(rows, micro_batch_size=1))
+    batches = [f"{name}: {loader.num_steps:,}" for name, loader in loaders.items()]
+    found = {
+        **layout_lines(case),
+        "batches": f"{', '.join(batches)}, of at most {rows} rows",
+        "parameters": size_line(case),
+    }
+    return {name: line for name, line in found.items() if line}
+
+
+def layout_lines(case: Candidate) -> dict[str, str]:
+    """Return the summaries of the mesh and of its groups, which are empty for one rank."""
+    dims = mesh_info(case.layout, case.world_size)["dims"]
+    mesh = " x ".join(f"{name} {size}" for name, size in dims.items() if size > 1)
+    return {
+        "layout": f"{case.world_size} ranks: {mesh}" if mesh else "1 rank",
+        "groups": "; ".join(group_lines(case.layout, case.world_size)),
+    }
+
+
+def size_line(case: Candidate) -> str:
+    """Return the number of parameters, and of those that a token uses if it does not use all."""
+    counts = parameter_counts(case)
+    active = f", {as_count(counts['active'])} active" if counts["active"] < counts["total"] else ""
+    return f"{as_count(counts['total'])}{active}"
 
 
 def length_line(case: Candidate) -> str:

@@ -1,7 +1,8 @@
-"""``python -m runner.report FOLDER [output=FILE] [--watch]``: a page of a run, a sweep or a folder of runs.
+"""``python -m runner.report FOLDER ... [output=FILE] [--watch]``: a page of runs, sweeps or folders of runs.
 
-FOLDER       a run (outputs/NAME/STAMP), a sweep (outputs/sweeps/STAMP), or a folder that holds runs
-output=FILE  default: report.html in FOLDER
+FOLDER       a run (outputs/NAME/STAMP), a sweep (outputs/sweeps/STAMP), or a folder that holds runs; several
+             are compared on one page
+output=FILE  default: report.html in FOLDER, or in the current folder for several
 --watch      write the page again every few seconds, which then reloads itself, until Ctrl-C
 """
 
@@ -10,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,20 +26,23 @@ from runner.sweeps.job_record import JobRecord, read_job_records
 
 WATCH_S = 5.0
 """Seconds between two writes of the page with ``--watch``."""
+PAGE = "report.html"
+MOST_NAMES = 3
+"""Maximum number of folders that the title of a page names."""
 
 
 def report(arguments: Sequence[str]) -> None:
     watched = "--watch" in arguments
-    folder, output = parse([argument for argument in arguments if argument != "--watch"])
-    runs = write(folder, output, WATCH_S if watched else None)
+    folders, output = parse([argument for argument in arguments if argument != "--watch"])
+    runs = write(folders, output, WATCH_S if watched else None)
     counts = Counter(run.status for run in runs)
     print(f"{len(runs)} run(s): {', '.join(f'{count} {status}' for status, count in counts.items())}")
     print(output, flush=True)
     if watched:
-        watch(folder, output)
+        watch(folders, output)
 
 
-def watch(folder: Path, output: Path) -> None:
+def watch(folders: Sequence[Path], output: Path) -> None:
     """Write the page every ``WATCH_S`` seconds until Ctrl-C, then once more without automatic refresh.
 
     Raises:
@@ -46,46 +51,63 @@ def watch(folder: Path, output: Path) -> None:
     try:
         while True:
             time.sleep(WATCH_S)
-            write(folder, output, WATCH_S)
+            write(folders, output, WATCH_S)
     except KeyboardInterrupt as request:
-        write(folder, output, None)
+        write(folders, output, None)
         if str(request) not in ("", "SIGINT"):
             raise
 
 
-def write(folder: Path, output: Path, refresh: float | None) -> list[RunPage]:
+def write(folders: Sequence[Path], output: Path, refresh: float | None) -> list[RunPage]:
+    names = [f"{folder.parent.name} / {folder.name}" for folder in folders]
+    title = ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} folders"
     try:
-        return write_page(f"{folder.parent.name} / {folder.name}", entries(folder), output, refresh)
+        return write_page(title, all_entries(folders), output, refresh)
     except OSError as error:
         raise ConfigError(
             f"output: cannot write {output}: {error.strerror}; give output=FILE with a writable file."
         ) from error
 
 
-def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
-    """Return FOLDER and the path of the page, both absolute.
+def parse(arguments: Sequence[str]) -> tuple[list[Path], Path]:
+    """Return the folders and the path of the page, all absolute.
 
     Raises:
-        ConfigError: if the arguments are anything else, or FOLDER or the path cannot be used.
+        ConfigError: if the arguments are anything else, or a folder or the path cannot be used.
     """
     usage = f"Usage: {first_line(__doc__)}"
     given = [argument for argument in arguments if re.match(r"[a-z_]+=", argument)]
-    folders = [argument for argument in arguments if argument not in given]
+    named = [argument for argument in arguments if argument not in given]
     options = dict(argument.split("=", maxsplit=1) for argument in given)
     for key in options:
         if key != "output":
             raise ConfigError(f"{key}: is not an option; the only one is output=FILE. {usage}")
-    if len(folders) != 1:
-        raise ConfigError(f"FOLDER: {len(folders)} are given; give one. {usage}")
-    folder = Path(expand_home("FOLDER", folders[0])).absolute()
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; give that of a run, of a sweep, or of runs.")
-    output = Path(expand_home("output", options.get("output", f"{folder}/report.html"))).absolute()
+    if not named:
+        raise ConfigError(f"FOLDER: none is given; give one or several. {usage}")
+    folders = [Path(expand_home("FOLDER", name)).absolute() for name in named]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder; give that of a run, of a sweep, or of runs.")
+    default = folders[0] / PAGE if len(folders) == 1 else PAGE
+    output = Path(expand_home("output", options.get("output", str(default)))).absolute()
     if output.is_dir():
-        raise ConfigError(
-            f"output: {output} is a folder; name a file in it, such as output={output}/report.html."
-        )
-    return folder, output
+        raise ConfigError(f"output: {output} is a folder; name a file in it, such as output={output}/{PAGE}.")
+    return folders, output
+
+
+def all_entries(folders: Sequence[Path]) -> list[Entry]:
+    """Return the entries of ``folders``, each run folder once; those of several folders are numbered anew.
+
+    Raises:
+        ConfigError: if one of the folders has no run.
+    """
+    found = [each for folder in folders for each in entries(folder)]
+    if len(folders) == 1:
+        return found
+    unique: dict[Path | int, Entry] = {}
+    for place, each in enumerate(found):
+        unique.setdefault(each.folder or place, each)  # a refused job has no folder
+    return [replace(each, number=number) for number, each in enumerate(unique.values())]
 
 
 def entries(folder: Path) -> list[Entry]:

@@ -24,22 +24,32 @@ def print_summary(experiment: Experiment, folder: Path, record: RunRecord, saved
 
     ``saved`` is the newest checkpoint. None means that there is no checkpoint.
     """
-    facts = {"run folder": str(folder), "checkpoint": str(saved or "none")}
+    evaluates = experiment.run.evaluate_only
+    facts = {"run folder": str(folder)}
+    facts |= {"checkpoint": str(saved or "none")} if saved or not evaluates else initial_weights(experiment)
     best = best_checkpoint(folder / "checkpoints") if experiment.checkpoint.keep_best else None
     if best is not None:
         command = shlex.join(["python", "-m", "runner.export", f"checkpoint={best}", "output=DIR"])
         facts["best"] = f"{best} by {experiment.checkpoint.keep_best}; the export is of the last step, and "
         facts["best"] += f"{command} makes one of the best"
-    if experiment.run.evaluate_only:
+    if evaluates:
         facts |= evaluation_facts(record.results, experiment.stage)
     else:
         facts |= metric_facts(record.results)
     # The folder may have the export of an earlier end of the run.
-    if experiment.run.export and not experiment.run.evaluate_only and (folder / "export").is_dir():
+    if experiment.run.export and not evaluates and (folder / "export").is_dir():
         facts |= export_facts(experiment, folder, record)
+    width = max(map(len, facts)) + 2
     print()
     for name, value in facts.items():
-        print(f"{name:<12}{value}")
+        print(f"{name:<{width}}{value}")
+
+
+def initial_weights(experiment: Experiment) -> dict[str, str]:
+    """Return where the weights of an evaluation without a checkpoint come from."""
+    model, adapter = experiment.model, experiment.adapter
+    own = {} if adapter is None or adapter.path is None else {"adapter": adapter.path}
+    return {"weights": model.describe_init, **own}
 
 
 def newest_checkpoint(folder: Path, record: RunRecord) -> Path | None:
@@ -86,7 +96,7 @@ def evaluation_facts(results: Results, stage: Loss) -> dict[str, str]:
     if stage.kind in ("text", "chat") and getattr(stage, "normalize", "token") == "token":
         loss = found.get("eval/nll", found["eval/loss"])  # the loss may have further terms
         found["eval/perplexity"] = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
-    return {f"{key} ": f"{value:.6g}" for key, value in sorted(found.items())}
+    return {key: f"{value:.6g}" for key, value in sorted(found.items())}
 
 
 def export_facts(experiment: Experiment, folder: Path, record: RunRecord) -> dict[str, str]:

@@ -79,7 +79,8 @@ def prepare(launch: RunPreparation) -> Path:
     found.data.write_samples(folder, launch.experiment.model.load_tokenizer())
     (folder / "preflight.json").write_text(forecast.to_json())
     shown = point is None or point.is_first_with(audit)
-    data = found.data.audit.render() if shown else "data        as in an earlier job of the sweep: audit.json"
+    table = found.data.audit.render(evaluates=launch.experiment.run.evaluate_only)
+    data = table if shown else "data        as in an earlier job of the sweep: audit.json"
     console.print(data, forecast.render(), sep="\n")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
     return folder

@@ -4,8 +4,9 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
-from components.contracts.errors import DONE, TrainingError
+from components.contracts.errors import DONE, INTERRUPTED, TrainingError
 from components.contracts.json_types import Config
 from components.rank_info import RankInfo
 from runner.config.sources import ConfigSources
@@ -18,7 +19,7 @@ from runner.launch.prepare import prepare
 from runner.launch.prove import print_proof
 from runner.launch.rehearse import print_rehearsal
 from runner.launch.restart import run_with_restarts
-from runner.launch.run_record import RunRecord, recording_end
+from runner.launch.run_record import RunRecord, Stopped, recording_end
 from runner.training.rank import run_rank
 from runner.training.stop import PRUNED
 from runner.training.watchdog import end_process
@@ -44,8 +45,9 @@ def run(
     Raises:
         ConfigError: if the config is wrong, before any rank starts.
         TrainingError: if a rank failed.
-        SystemExit: with code DONE if a signal has stopped the run; a sweep then starts no other job. With
-            code MISTAKE on the other ranks of torchrun or srun, after rank 0 could not prepare the run.
+        SystemExit: if a signal has stopped the run, with code DONE, or INTERRUPTED for an evaluation; a sweep
+            then starts no other job. With code MISTAKE on the other ranks of torchrun or srun, after rank 0
+            could not prepare the run.
         KeyboardInterrupt: if a signal came twice, or before there was state to save.
     """
     launch, place = check_launch(config, where, command, began), RankInfo.read()
@@ -99,11 +101,14 @@ def finish(launch: RunPreparation, folder: Path) -> float:
     """Print the final report; return the final loss.
 
     Raises:
-        TrainingError: if the last checkpoint or the export could not be written.
-        SystemExit: with code DONE if a signal has stopped the run.
+        TrainingError: if the last checkpoint or the export could not be written, or ``run.max_time`` ended an
+            evaluation.
+        SystemExit: if a signal has stopped the run, with code DONE, or that of ``end_evaluation``.
     """
     record = RunRecord.read(folder)
     saved = newest_checkpoint(folder, record)
+    if record.stopped is not None and launch.experiment.run.evaluate_only:
+        end_evaluation(record.stopped)
     if record.stopped is None:
         with naming_file(folder / "export"):
             print_summary(launch.experiment, folder, record, saved)
@@ -116,3 +121,17 @@ def finish(launch: RunPreparation, folder: Path) -> float:
     if record.stopped is not None and record.stopped.reason not in ("run.max_time", PRUNED):
         raise SystemExit(DONE)
     return record.results.final_loss()
+
+
+def end_evaluation(stopped: Stopped) -> NoReturn:
+    """End a run that only evaluates and was stopped before it had a result; it cannot be resumed.
+
+    Raises:
+        TrainingError: if ``run.max_time`` stopped it.
+        SystemExit: if a signal stopped it, with code DONE if SLURM starts it again, else INTERRUPTED.
+    """
+    if stopped.reason == "run.max_time":
+        raise TrainingError("run.max_time: the evaluation is not complete after this time; raise it.")
+    print(f"stopped before the evaluation was complete ({stopped.reason}); give the same command again")
+    restarts = stopped.reason in slurm_env.REASONS and slurm_env.queue_again(os.environ)
+    raise SystemExit(DONE if restarts else INTERRUPTED)

@@ -101,8 +101,8 @@ def create_sweep(folder: Path, overrides: Sequence[str], *, resumes: bool = Fals
 def finish_sweep(folder: Path, code: int) -> int:
     """Record and print the outcome of a sweep, and return its exit code, given the ``code`` of its command.
 
-    If ``code`` is DONE, the result is FAILED if a job failed or did not record its end, and MISTAKE if all
-    jobs were refused. Otherwise it is ``code``. If the sweep itself was refused, or no job has begun,
+    If ``code`` is DONE, the result is FAILED if a job failed or did not record its end, or else MISTAKE if a
+    job was refused. Otherwise it is ``code``. If the sweep itself was refused, or no job has begun,
     ``code`` is returned and nothing is written.
     """
     records = read_job_records(folder)
@@ -111,7 +111,7 @@ def finish_sweep(folder: Path, code: int) -> int:
     counts = Counter(record.status for record in records)
     if code == DONE and (counts["failed"] or counts["running"]):
         code = FAILED
-    elif code == DONE and set(counts) == {"invalid"}:
+    elif code == DONE and counts["invalid"]:
         code = MISTAKE
     winner = best(records)
     facts = {"ended": now(), "exit_code": code, "jobs": len(records), "counts": counts}

@@ -238,6 +238,7 @@ def eval_batches(t: TrainContext, data: DataLoader) -> Iterator[Sequence[Batch]]
     for number in range(data.num_steps):
         t.watchdog.beat(f"in batch {number + 1} of the evaluation at step {t.state.step}")
         yield data.microbatches(number)
+        t.reporter.evaluated_batch()
         if t.stop.poll(evaluates=True) is not None:
             return
 

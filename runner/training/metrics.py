@@ -59,6 +59,8 @@ class MetricsReporter:
     """A function that makes the row of the last step. None means that its row was written."""
     task: TaskID | None = None
     total_steps: int = 0
+    evaluates_only: bool = False
+    """Whether the run takes no steps; the progress bar then counts the batches of the evaluation."""
 
     def __enter__(self) -> Self:
         if self.progress is not None:
@@ -77,6 +79,17 @@ class MetricsReporter:
         self.total_steps = total_steps
         if self.progress is not None:
             self.task = self.progress.add_task("step", total=total_steps, completed=state.step)
+
+    def start_evaluation(self, num_batches: int) -> None:
+        """Begin a run that only evaluates ``num_batches`` batches."""
+        self.evaluates_only = True
+        if self.progress is not None:
+            self.task = self.progress.add_task("batch", total=num_batches)
+
+    def evaluated_batch(self) -> None:
+        """Count one batch of an evaluation, which the progress bar shows if the run takes no steps."""
+        if self.evaluates_only and self.progress is not None and self.task is not None:
+            self.progress.advance(self.task)
 
     def step(
         self,
@@ -134,7 +147,8 @@ class MetricsReporter:
     def evaluation(self, state: TrainState, means: Mapping[str, float]) -> None:
         row: Row = {"step": state.step, **means}
         numbers = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in means.items())
-        self._write(row, f"step {state.step}  eval: {numbers}")
+        at = "" if self.evaluates_only else f"step {state.step}  "
+        self._write(row, f"{at}eval: {numbers}")
 
     def of_hook(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         """Write metrics of a hook, numbers or tensors of one element, without a line on the terminal."""

@@ -312,7 +312,11 @@ def build_loop(
     else:
         loader = data.train_loader(shard, cache)
     train_data = Prefetched(loader, pin=engine.device.type != "cpu")
-    report.start(state, train_data.num_steps)
+    eval_data = data.eval_loaders(shard, cache)
+    if run.evaluate_only:
+        report.start_evaluation(sum(each.num_steps for each in eval_data.values()))
+    else:
+        report.start(state, train_data.num_steps)
     deadline = math.inf if run.max_time is None else record.began + seconds(run.max_time)
     hooks = build_hooks(experiment, engine, folder, report, state, train_data.num_steps, point)
     hooks.begin()
@@ -320,7 +324,7 @@ def build_loop(
         engine=engine,
         loss=experiment.stage,
         train_data=train_data,
-        eval_data=data.eval_loaders(shard, cache),
+        eval_data=eval_data,
         lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=train_data.num_steps),
         checkpoints=checkpoint_manager(experiment.checkpoint, folder, record, hooks),
         reporter=report,
@@ -335,7 +339,7 @@ def build_loop(
             deadline,
             # Estimate for the first save: fp32 weights and two moments (12 bytes a parameter), at 200 MB/s.
             save_s=engine.describe()["trained_parameters"] * 12 / 200e6,
-            prune=pruner_of(record.sweep) if place.rank == 0 else None,
+            prune=pruner_of(record.sweep) if place.rank == 0 and not run.evaluate_only else None,
         ),
         watchdog=watchdog,
     )

@@ -419,7 +419,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "tokens that an adapter would not train": (
         ["model.chat_template=llama3", "model.add_tokens=true", "adapter=lora"],
-        ["model.add_tokens", "an adapter leaves the embedding", "use adapter=none"],
+        ["model.add_tokens", "tied to the head", "use adapter=none"],
+    ),
+    "rows that an adapter would not train": (
+        [
+            *("model.chat_template=llama3", "model.add_tokens=true", "adapter=lora"),
+            *("adapter.modules_to_save=[lm_head]", "model.architecture.tie_word_embeddings=false"),
+        ],
+        ["model.add_tokens", "adapter.modules_to_save=[embed_tokens,lm_head]", "adapter=none"],
     ),
     "tokens of no template": (["model.add_tokens=true"], ["model.add_tokens", "name one of them"]),
     # ---- files

@@ -34,7 +34,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "all": {"target_modules": "all-linear", "r": 3},
     "wide": {"target_modules": "all-linear", "r": 16},
     "dora": {"target_modules": "all-linear", "use_dora": True},
-    "saved": {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head", "model.norm"]},
+    "saved": {
+        "target_modules": ["q_proj", "down_proj"],
+        "modules_to_save": ["lm_head", "model.norm", "model.embed_tokens"],
+    },
 }
 # Layers without an adapter are in 4 bits, too, except those that are trained whole.
 NF4: dict[str, dict[str, Any]] = {

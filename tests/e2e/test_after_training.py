@@ -104,9 +104,26 @@ def test_a_run_is_evaluated_to_the_bit(
     tmp_path: Path, single: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluated(tmp_path, f"checkpoint={single}") == rows(single, "eval/loss")[-1]
-    printed = capsys.readouterr().out
-    assert "eval/perplexity" in printed
-    assert "train loss" not in printed
+    out, err = capsys.readouterr()
+    assert "eval/perplexity" in out
+    assert re.search(r"^batches +eval: \d+, of at most 4 rows$", err, re.MULTILINE), err
+    assert re.search(r"\beval: loss \d", err), err
+    told = "".join(line for line in (out + err).splitlines(keepends=True) if "/" not in line)  # no paths
+    for word in ("train loss", "train:", "step", "epoch", "lr", "FLOP", "all trained"):
+        assert not re.search(rf"\b{word}", told), told
+
+
+def test_an_evaluation_that_a_signal_stops_has_no_result(
+    tmp_path: Path, single: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signalled = ("stage._target_=tests.e2e.losses.Signalled", "+stage.training=false", "+stage.at=1")
+    words = evaluation([f"checkpoint={single}", f"run.output_dir={tmp_path}", *signalled])
+    assert call_here(*words) == 130
+    told = capsys.readouterr().out
+    assert told == "stopped before the evaluation was complete (SIGTERM); give the same command again\n"
+    run = newest(tmp_path)
+    assert json.loads((run / "run.json").read_text())["ended"] == "interrupted"
+    assert not rows(run)
 
 
 def test_a_run_on_the_demo_data_is_evaluated_on_a_file(tmp_path: Path, chats: Path) -> None:

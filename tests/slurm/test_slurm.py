@@ -194,7 +194,7 @@ def test_jobs_of_different_layouts(cluster: Cluster, short: Words, limited: Swee
         "run.max_steps=2",
     )
     with Sweep(cluster, tmp_path / "o", *words, *points, "hydra.launcher.array_parallelism=2") as sweep:
-        assert sweep.end() == 0
+        assert sweep.end() == 2
         records = sorted(sweep.outcomes(), key=lambda record: record.number)
         assert [record.status for record in records] == ["completed", "completed", "completed", "invalid"]
         assert records[2].loss == pytest.approx(records[0].loss, rel=1e-5)

@@ -442,9 +442,9 @@ def test_a_run_that_has_gone_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "0 are given"),
-        (["a", "b"], "2 are given"),
+        ([], "FOLDER: none is given"),
         (["/nowhere"], "no such folder"),
+        ([".", "/nowhere"], "/nowhere: no such folder"),
         ([".", "outputs=x"], "outputs: is not an option"),
         ([".", "output=/"], "output: / is a folder; name a file"),
         (["~nobody-at-all/x"], "FOLDER=~nobody-at-all/x: there is no user"),
@@ -458,7 +458,24 @@ def test_mistakes(arguments: list[str], words: str) -> None:
 
 def test_a_folder_may_have_an_equals_sign(tmp_path: Path) -> None:
     (tmp_path / "lr=1").mkdir()
-    assert parse([f"{tmp_path}/lr=1"]) == (tmp_path / "lr=1", tmp_path / "lr=1" / "report.html")
+    assert parse([f"{tmp_path}/lr=1"]) == ([tmp_path / "lr=1"], tmp_path / "lr=1" / "report.html")
+
+
+def test_several_folders_are_on_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of different folders are numbered anew, and a run that is in two of them is shown once."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    sweep, alone = a_sweep(tmp_path / "there"), finished(tmp_path / "mine" / "stamp", lr=7.0)
+    of_sweep = entries(sweep)
+    report([str(alone), str(sweep), str(of_sweep[0].folder)])
+    data = Page(tmp_path / "here" / "report.html").data
+    assert data["title"].startswith("mine / stamp, sweeps / ")
+    assert [run["number"] for run in data["runs"]] == [*range(len(of_sweep) + 1)]
+    folders = [run["folder"] for run in data["runs"]]
+    assert folders == [str(alone), *(entry.folder and str(entry.folder) for entry in of_sweep)]
+    assert "optimizer.lr" in data["columns"]
+    report([str(alone)] * 4)
+    assert Page(tmp_path / "here" / "report.html").data["title"] == "4 folders"
 
 
 def test_a_completion_may_have_other_separators_of_lines(tmp_path: Path) -> None:

@@ -106,11 +106,11 @@ def test_what_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     began = json.loads((tmp_path / "sweep.json").read_text())
     for number in range(9):
         SweepJob(tmp_path, number, ()).write(outcome(number))
-    assert finish_sweep(tmp_path, 0) == 0
+    assert finish_sweep(tmp_path, 0) == 2
     facts = json.loads((tmp_path / "sweep.json").read_text())
     assert facts | began == facts
     assert facts["overrides"] == ["stage=sft", "run.seed=1,2"]
-    assert (facts["jobs"], facts["best"]) == (9, 8)
+    assert (facts["jobs"], facts["best"], facts["exit_code"]) == (9, 8, 2)
     assert facts["counts"] == {"invalid": 2, "completed": 7}
     assert "2 invalid, 7 completed\nbest: job 8, loss 5.1420" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir: .* has the jobs of an earlier sweep"):
@@ -120,7 +120,7 @@ def test_what_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [("failed", 1), ("running", 1), ("invalid", 0), ("interrupted", 0), ("pruned", 0)]
+    ("status", "code"), [("failed", 1), ("running", 1), ("invalid", 2), ("interrupted", 0), ("pruned", 0)]
 )
 def test_exit_codes(tmp_path: Path, status: str, code: int) -> None:
     create_sweep(tmp_path, [])

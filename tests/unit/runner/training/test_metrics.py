@@ -1,9 +1,11 @@
 """The reporter passes the end of a run to the loggers and keeps its last finite numbers."""
 
+import logging
 import math
 from contextlib import suppress
 
 import pytest
+from rich.progress import Progress
 
 from components.loggers import Row, RunResult
 from runner.launch.run_record import Stopped
@@ -64,3 +66,23 @@ def test_results_are_what_was_logged_last_and_is_finite() -> None:
     assert results.last == {"step": 3, "train/loss": 2.0, "train/lr": 0.2, "eval/num_labels": 7}
     results.add({"step": 5, "eval/loss": 2.25})
     assert results.final_loss() == pytest.approx(2.25)
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "shown"), [(True, "eval: loss 2.5000"), (False, "step 7  eval: loss 2.5000")]
+)
+def test_the_line_of_an_evaluation(evaluates: bool, shown: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The bar of a run that only evaluates counts its batches."""
+    progress = Progress()
+    reporter = MetricsReporter(1, lambda _: 0.0, None, float, Kept(), progress)  # type: ignore[arg-type]
+    if evaluates:
+        reporter.start_evaluation(3)
+    else:
+        reporter.start(TrainState(step=7), 9)
+    reporter.evaluated_batch()
+    with caplog.at_level(logging.INFO, "runner"):
+        reporter.evaluation(TrainState(step=7), {"eval/loss": 2.5})
+    assert caplog.messages == [shown]
+    (task,) = progress.tasks
+    bar = (task.description, task.completed, task.total)
+    assert bar == (("batch", 1, 3) if evaluates else ("step", 7, 9))
