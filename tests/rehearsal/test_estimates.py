@@ -274,6 +274,14 @@ SPLIT_EXPERTS = [
     "run.global_batch_size=4",
     "run.micro_batch_size=1",
 ]
+REPLICAS = ["parallelism=fsdp2", "parallelism.dp=4", "parallelism.dp_replicate=2"]
+EVERY = [
+    "parallelism.dp=4",
+    "parallelism.reduce_gradients=every",
+    "run.micro_batch_size=1",
+    "run.global_batch_size=8",
+]
+SPLIT_ROWS = ["parallelism=megatron", "parallelism.cp=2", "parallelism.dp=2"]
 OTHER_TRAFFIC = {
     "weights outside of blocks": (
         "dp_shard",
@@ -311,6 +319,23 @@ OTHER_TRAFFIC = {
         "pp",
         [*FOUR_LAYERS, "parallelism=pp2vpp2", "data.max_length=2048", "run.global_batch_size=16"],
     ),
+    "shards and replicas": ("dp_replicate", [*ONE_LAYER, *REPLICAS]),
+    "shards of replicas": ("dp_shard", [*ONE_LAYER, *REPLICAS]),
+    "reduced micro-batches": ("dp_shard", [*ONE_LAYER, "parallelism=fsdp2", *EVERY]),
+    "reduced micro-batches of replicas": ("dp_replicate", [*ONE_LAYER, *REPLICAS, *EVERY]),
+    "gradients of megatron": ("dp", [*ONE_LAYER, "parallelism=megatron", "parallelism.dp=4"]),
+    "gradients and weights of megatron": (
+        "dp",
+        [
+            *ONE_LAYER,
+            "parallelism=megatron",
+            "parallelism.dp=4",
+            "parallelism.distributed_optimizer=true",
+        ],
+    ),
+    "gathered keys of megatron": ("cp", [*ONE_LAYER, *SPLIT_ROWS, "parallelism.cp_comm_type=all_gather"]),
+    "exchanged heads of megatron": ("cp", [*ONE_LAYER, *SPLIT_ROWS, "parallelism.cp_comm_type=a2a"]),
+    "gradients of split rows": ("dp", [*ONE_LAYER, *SPLIT_ROWS]),
     "repeated heads": ("cp", [*ONE_LAYER, "parallelism=fsdp2", "parallelism.dp=2", "parallelism.cp=16"]),
     "experts of fsdp2": (
         "dp_shard, ep",
