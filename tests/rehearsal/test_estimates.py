@@ -8,6 +8,8 @@ from tests.rehearsal.rehearsed import GIB, Rehearsed, rehearsed
 
 ROW = ["run.dtype=bf16", "data.max_length=2048"]
 KEPT = "parallelism.activation_checkpointing=none"
+SELECTIVE = "parallelism.activation_checkpointing=selective"
+RECOMPUTED_EXPERTS = [SELECTIVE, "parallelism.recompute_modules=[moe]"]
 EIGHT = ["model.architecture.num_hidden_layers=8"]
 EIGHT_LAYERS = ["model=llama3_8b", *EIGHT]
 FOUR_LAYERS = ["model=llama3_1b", "model.architecture.num_hidden_layers=4"]
@@ -21,6 +23,47 @@ ONE_ROW = [
     "data.max_length=512",
     "run.micro_batch_size=1",
     "run.global_batch_size=1",
+]
+EXPERTS = [
+    "model=qwen3_30b_a3b",
+    "model.architecture.num_hidden_layers=2",
+    "model.architecture.vocab_size=8192",
+    "run.micro_batch_size=4",
+    "run.global_batch_size=32",
+    "stage=pt",
+]
+LATENT = [
+    "model=deepseek_tiny",
+    *(
+        f"model.architecture.{key}"
+        for key in (
+            "num_hidden_layers=3",
+            "hidden_size=2048",
+            "intermediate_size=4096",
+            "moe_intermediate_size=768",
+            "n_routed_experts=32",
+            "n_shared_experts=2",
+            "num_experts_per_tok=6",
+            "num_attention_heads=16",
+            "num_key_value_heads=16",
+            "q_lora_rank=768",
+            "kv_lora_rank=512",
+            "qk_nope_head_dim=128",
+            "qk_rope_head_dim=64",
+            "v_head_dim=128",
+        )
+    ),
+    "run.micro_batch_size=4",
+    "run.global_batch_size=32",
+    "stage=pt",
+]
+EP8 = ["parallelism.dp=8", "parallelism.ep=8"]
+SPLIT_MATRICES = [
+    "parallelism=tp2ep2",
+    "parallelism.etp=2",
+    "parallelism.dp=4",
+    "parallelism.sequence_parallel=true",
+    "run.global_batch_size=16",
 ]
 LARGE = {
     "1b": ["model=llama3_1b", "parallelism=single"],
@@ -99,6 +142,30 @@ LARGE = {
         "model.mtp.num_layers=1",
         "model.architecture.tie_word_embeddings=false",
     ],
+    "8b predicting later tokens": [
+        "model=llama3_8b",
+        "model.architecture.num_hidden_layers=2",
+        "stage=pt",
+        "parallelism=fsdp2",
+        "parallelism.dp=16",
+        "model.mtp.num_layers=1",
+        "run.micro_batch_size=2",
+        "run.global_batch_size=32",
+    ],
+    "experts on two ranks": [*EXPERTS, "parallelism=fsdp2", "parallelism.dp=8", "parallelism.ep=2"],
+    "experts on eight ranks": [*EXPERTS, "parallelism=fsdp2", *EP8, KEPT],
+    "experts with megatron": [*EXPERTS, "parallelism=megatron", *EP8],
+    "experts with megatron, gathered": [
+        *EXPERTS,
+        "parallelism=megatron",
+        "parallelism.dp=4",
+        "parallelism.ep=4",
+        "run.global_batch_size=16",
+        "parallelism.moe_token_dispatcher=allgather",
+    ],
+    "split experts with megatron": [*EXPERTS, *SPLIT_MATRICES, *RECOMPUTED_EXPERTS],
+    "latent attention": [*LATENT, "parallelism=fsdp2", *EP8, KEPT],
+    "latent attention with megatron": [*LATENT, "parallelism=megatron", *EP8, KEPT],
     "8b dropout": [*DROPOUT, "parallelism=fsdp2", "parallelism.dp=8"],
     "8b megatron dropout": [
         *DROPOUT,
@@ -160,7 +227,6 @@ LARGE = {
         "parallelism.recompute_num_layers=1",
     ],
 }
-SELECTIVE = "parallelism.activation_checkpointing=selective"
 MODULES = [SELECTIVE, "parallelism.recompute_modules=[core_attn,mlp]"]
 RECOMPUTED_MLPS = {
     "modules of fsdp2": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8"],
@@ -209,7 +275,14 @@ SPLIT_EXPERTS = [
     "run.global_batch_size=4",
     "run.micro_batch_size=1",
 ]
-RECOMPUTED_EXPERTS = [SELECTIVE, "parallelism.recompute_modules=[moe]"]
+REPLICAS = ["parallelism=fsdp2", "parallelism.dp=4", "parallelism.dp_replicate=2"]
+EVERY = [
+    "parallelism.dp=4",
+    "parallelism.reduce_gradients=every",
+    "run.micro_batch_size=1",
+    "run.global_batch_size=8",
+]
+SPLIT_ROWS = ["parallelism=megatron", "parallelism.cp=2", "parallelism.dp=2"]
 OTHER_TRAFFIC = {
     "weights outside of blocks": (
         "dp_shard",
@@ -247,6 +320,23 @@ OTHER_TRAFFIC = {
         "pp",
         [*FOUR_LAYERS, "parallelism=pp2vpp2", "data.max_length=2048", "run.global_batch_size=16"],
     ),
+    "shards and replicas": ("dp_replicate", [*ONE_LAYER, *REPLICAS]),
+    "shards of replicas": ("dp_shard", [*ONE_LAYER, *REPLICAS]),
+    "reduced micro-batches": ("dp_shard", [*ONE_LAYER, "parallelism=fsdp2", *EVERY]),
+    "reduced micro-batches of replicas": ("dp_replicate", [*ONE_LAYER, *REPLICAS, *EVERY]),
+    "gradients of megatron": ("dp", [*ONE_LAYER, "parallelism=megatron", "parallelism.dp=4"]),
+    "gradients and weights of megatron": (
+        "dp",
+        [
+            *ONE_LAYER,
+            "parallelism=megatron",
+            "parallelism.dp=4",
+            "parallelism.distributed_optimizer=true",
+        ],
+    ),
+    "gathered keys of megatron": ("cp", [*ONE_LAYER, *SPLIT_ROWS, "parallelism.cp_comm_type=all_gather"]),
+    "exchanged heads of megatron": ("cp", [*ONE_LAYER, *SPLIT_ROWS, "parallelism.cp_comm_type=a2a"]),
+    "gradients of split rows": ("dp", [*ONE_LAYER, *SPLIT_ROWS]),
     "repeated heads": ("cp", [*ONE_LAYER, "parallelism=fsdp2", "parallelism.dp=2", "parallelism.cp=16"]),
     "experts of fsdp2": (
         "dp_shard, ep",

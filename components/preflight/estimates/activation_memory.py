@@ -11,9 +11,10 @@ key-value width K and MLP width I:
                                 again, the input of the output projection, unless one kernel computes all
                                 sequences
     latent attention            for the L latent channels of queries, keys and values: the tensors of their
-                                norms, and L inputs of the next matrix
+                                norms, and L inputs of the next matrix. If one kernel computes all sequences,
+                                it saves values and results that are padded to the width of keys
     MLP                         gate, its activation, up, and the product of these: 4I
-    experts                     see ``model_shape.moe_activations``
+    experts                     see ``moe_activations``
 
 Compiled blocks and the kernels of liger and transformer-engine save less. A packed row is treated as one
 sequence, which has the largest mask (CPU). Memory of allocators and libraries is not included.
@@ -73,6 +74,14 @@ class MlpActivations:
     """Gradients that the backward pass needs at the same time."""
     products: float
     """Tensors that exist at the same time in a forward pass without gradient."""
+    forward: float = 0
+    """Tensors of a forward pass with gradients that exist in addition to ``kept`` at its peak."""
+    again: float = 0
+    """Tensors in addition to ``kept`` at the peak of a backward pass that begins with that forward pass. 0
+    means ``gradients``."""
+    with_gradients: tuple[tuple[float, float], ...] = ()
+    """For each moment of the backward pass at which gradients of expert matrices exist: the tensors, in place
+    of ``kept``, and the size of these gradients as a multiple of the matrices."""
 
 
 def mlp_activations(intermediate: int, kept: int = 4) -> MlpActivations:
@@ -97,6 +106,8 @@ class BlockActivations:
     """Total width of the queries, keys and values that attention saves."""
     result: int
     """Width of the result of attention."""
+    padded: int
+    """Total width of values and results that attention pads to the width of keys."""
     heads: int
     mlp: MlpActivations
     latent: int
@@ -123,8 +134,8 @@ class BlockActivations:
 
     def attention(self, tokens: int) -> int:
         """Return the bytes that attention saves besides its inputs, unless it is recomputed."""
-        result = 0 if self.run.has_kernel else self.result * self.run.size
-        return tokens * (result + self.heads * FP32) + self.masks
+        result = self.padded if self.run.has_kernel else self.result
+        return tokens * (result * self.run.size + self.heads * FP32) + self.masks
 
     def full_attention(self, tokens: int) -> int:
         """Return the bytes saved without recomputation."""
@@ -153,10 +164,29 @@ class BlockActivations:
         """Return the bytes in the MLP, where the gradients usually peak.
 
         Those of the block's result, of gate and of up exist, and the product of gate and up has been freed
-        (for other MLPs, see ``MlpActivations.gradients``).
+        (for other MLPs, see ``MlpActivations.gradients``). An MTP layer begins with its last norm.
         """
-        gradients = int(tokens * (self.hidden + self.mlp.gradients) * self.run.size)
-        return self.again(tokens) + gradients
+        begins_again = self.run.recompute == "full" or self.kind in self.run.modules
+        further = self.mlp.again or self.mlp.gradients if begins_again else self.mlp.gradients
+        gradients = (self.hidden + further) * self.run.size
+        if self.is_mtp:
+            gradients = max(gradients, self.hidden * self.norm_gradients)
+        return self.again(tokens) + int(tokens * gradients)
+
+    def backward_of_experts(self, tokens: int, matrices: int) -> int:
+        """Return the bytes when gradients of expert matrices, ``matrices`` elements in all, exist."""
+        moments = (
+            tokens * (self.hidden + tensors - self.mlp.kept) + share * matrices
+            for tensors, share in self.mlp.with_gradients
+        )
+        return self.again(tokens) + int(max(moments) * self.run.size)
+
+    def first_forward(self, tokens: int) -> int:
+        """Return the bytes at the peak of a forward pass of a block with experts, with what it saves."""
+        if self.run.recompute == "full":
+            return self.saved(tokens) + self.forward(tokens)
+        further = self.mlp.products if self.kind in self.run.modules else self.mlp.forward
+        return self.saved(tokens) + int(tokens * further * self.run.size)
 
     def backward_of_norm(self, tokens: int) -> int:
         """Return the bytes in the norm before the MLP, where the gradients peak if the MLP is narrow.
@@ -169,9 +199,13 @@ class BlockActivations:
         return self.again(tokens) + max(gradients, self.dora_products * self.run.size)
 
     def again(self, tokens: int) -> int:
-        """Return the bytes of recomputed activations that exist at the same time."""
+        """Return the bytes of recomputed activations that exist at the same time.
+
+        The inputs of an MTP layer are not among them if its norms save them in fp32.
+        """
         if self.run.recompute == "full":
-            return self.full_attention(tokens) - self.saved(tokens)
+            copied = self.is_mtp and self.norm_gradients and self.run.size < FP32
+            return self.full_attention(tokens) - (0 if copied else self.saved(tokens))
         return max(self.recomputed(tokens), default=0)  # one module after the other
 
     def forward(self, tokens: int) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -35,11 +36,12 @@ from components.preflight.estimates.activation_memory import (
 from components.preflight.estimates.model_shape import (
     dropout_bytes,
     intermediate_size,
-    moe_activations,
+    latent_widths,
     moe_block_numbers,
     norms_heads,
     norms_of_hidden,
 )
+from components.preflight.estimates.moe_activations import fsdp2_moe
 from components.preflight.estimates.parameter_counts import Cuts, Parameter, owned_state, parameters
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
@@ -74,7 +76,16 @@ class BlockParameters:
     """Elements of ``numel`` that are frozen in fp32."""
     before_mlp: int = 0
     """Elements of ``trained`` before the last matrix of a dense MLP, whose gradient is the first one that the
-    backward pass computes. 0 without such a matrix."""
+    backward pass computes. With experts, these are all elements of ``trained``: their results are multiplied
+    by weights first. 0 without such a matrix."""
+    experts: int = 0
+    """Trained elements of experts."""
+    apart: int = 0
+    """Elements of ``numel`` that are gathered and reduced apart: the experts, if ep ranks split them."""
+    apart_trained: int = 0
+    """Elements of ``trained`` of these."""
+    apart_unsharded: int = 0
+    """Elements of ``unsharded_trained`` of these."""
     gathers_frozen: bool = True
 
     def gathered(self, size: int) -> int:
@@ -82,6 +93,10 @@ class BlockParameters:
         if not self.gathers_frozen:
             return (self.trained + self.initial) * size
         return (self.numel - self.float8) * size + self.float8 + self.quantized_bytes
+
+    def gathered_apart(self, size: int) -> int:
+        """Return the part of ``gathered`` that is gathered apart."""
+        return (self.apart if self.gathers_frozen else self.apart_trained) * size
 
     def dequantized_bytes(self, size: int) -> int:
         """Return the bytes of the largest 4-bit matrix, dequantised for a product, and of its fp32 scales.
@@ -227,8 +242,12 @@ class StepMemory:
             yield from (self.during_forward(number) for number in range(len(self.groups)))
         yield self.during_head(passes_back=False)
         yield self.during_head(passes_back=True)
-        for number in range(len(self.blocks)):
-            yield from (self.during_block(number, in_mlp=in_mlp) for in_mlp in (True, False))
+        for number, block in enumerate(self.blocks):
+            yield from (self.during_block(number, part) for part in ("mlp", "norm"))
+            if block.is_mtp:
+                yield self.during_earlier_head(number)
+            if block.kind == "moe":
+                yield from (self.during_experts(number), self.during_block(number, "experts"))
         yield self.during_embedding()
         yield self.before_root_reduction()
         yield self.during_root_reduction()
@@ -240,8 +259,9 @@ class StepMemory:
         group, and that of the embedding, the last norm and the head, which is freed when the group begins.
         """
         root, first = self.weights.root, self.parts_of(self.group(0))
+        apart = sum(part.gathered_apart(self.size) for part in first)
         return {
-            "gathered": self.gathered(first) + self.sent(root) + self.sent(*first),
+            "gathered": self.gathered(first) - apart + self.sent(root) + self.sent(*first),
             "activations": self.tokens * self.hidden * self.size,
         }
 
@@ -269,13 +289,14 @@ class StepMemory:
         """
         reshards = self.layout.reshard_after_forward
         kept, last = () if reshards else self.weights.blocks, self.parts_of(self.groups[-1])
+        received = self.sent(*last) if passes_back else self.sent_apart(last[-1]) or self.sent(*last)
         gradients = self.accumulated_grads(self.weights.parts) + self.weights.head * FP32
         gradients += self.sharded_grads(len(self.blocks))
         sizes = self.labels, self.hidden, self.vocabulary
         head = head_activations(*sizes, self.run, trained=self.weights.head > 0, ends=passes_back)
         result = 0 if passes_back else self.tokens * self.hidden * self.size
         own = {
-            "gathered": self.gathered(kept) + (self.sent(*last) if reshards or not passes_back else 0),
+            "gathered": self.gathered(kept) + (received if reshards or not passes_back else 0),
             "activations": self.saved(len(self.blocks), resident=1) + self.final_norm + result,
             "gradients": gradients,
         }
@@ -290,41 +311,119 @@ class StepMemory:
     def kept_by_head(self) -> Bytes:
         return kept_by_head(self.labels, self.hidden * self.size, self.weights.head)
 
-    def during_block(self, number: int, *, in_mlp: bool) -> Bytes:
+    def during_experts(self, number: int) -> Bytes:
+        """Return the bytes in the forward pass of the experts of a block.
+
+        The buffer of the last all-gather exists until the next one: that of experts that are gathered apart.
+        """
+        group, own = self.group(number), self.weights.blocks[number]
+        first = group.start if self.layout.reshard_after_forward else 0
+        kept = self.weights.blocks[first : group.stop]
+        later = sum(part.gathered_apart(self.size) for part in kept[number + 1 - first :])
+        return {
+            "gathered": self.gathered(kept)
+            - later
+            + (self.sent_apart(own) or self.sent(*self.parts_of(group))),
+            "activations": self.saved(number, resident=0) + self.blocks[number].first_forward(self.tokens),
+            "gradients": self.accumulated_grads(self.weights.parts) + self.sharded_grads(len(self.blocks)),
+        }
+
+    def during_block(self, number: int, part: Literal["mlp", "experts", "norm"]) -> Bytes:
         """Return the bytes in the backward pass of a block, while weights of previous groups are prefetched.
 
         Gloo copies these weights. The gradients of all later groups have been reduced, except those of the
-        next group, which are being sent. The gradients of the block's own group are reduced together. While
-        those of the MLP's activations exist, those of the matrices before its last one do not exist yet.
+        next group, which are being sent. The gradients of the block's own group are reduced together.
+        ``part`` is ``mlp`` while the gradients of the MLP's activations exist, and those of the matrices
+        before its last one do not exist yet, ``experts`` when the gradients of expert matrices exist, and
+        ``norm`` in the norm before the MLP.
         """
         blocks, own, group = self.weights.blocks, self.weights.blocks[number], self.group(number)
-        end, reshards = group.stop, self.layout.reshard_after_forward
-        kept = blocks[group.start if reshards else 0 : end]
-        before = self.groups[: self.groups.index(group)][-(self.layout.prefetch_groups or 1) :]
-        coming = sum(self.sent(*self.parts_of(each)) for each in before)
-        coming *= 2 if self.run.device == "cpu" else 1
+        end, block = group.stop, self.blocks[number]
         # Before an MTP layer's own head, the heads of the last block and of earlier MTP layers were computed.
         pending = max(number + 1 - (len(blocks) - self.num_mtp_layers), 0)
-        block = self.blocks[number]
-        activations = block.backward_of_mlp(self.tokens) if in_mlp else block.backward_of_norm(self.tokens)
-        trained = sum(part.trained for part in blocks[number:end])
-        if in_mlp and not block.is_mtp:  # the estimate of MTP layers would be too low
-            trained -= own.before_mlp
+        activations = {
+            "mlp": lambda: block.backward_of_mlp(self.tokens),
+            "experts": lambda: block.backward_of_experts(self.tokens, own.experts),
+            "norm": lambda: block.backward_of_norm(self.tokens),
+        }[part]()
+        trained = sum(each.trained - each.apart_trained for each in blocks[number:end])
+        if part != "norm":
+            trained -= max(own.before_mlp - own.apart_trained, 0)
         passing = {
-            "gathered": self.gathered(kept) + (coming if reshards else 0),
+            "gathered": self.gathered_backward(number, part),
             "activations": self.saved(number + 1, resident=2) + activations,
             "dequantized": own.dequantized_bytes(self.size),
-            "rounded": self.rounded(self.tokens) if in_mlp else 0,
+            "rounded": self.rounded(self.tokens) if part == "mlp" else 0,
             "gradients": self.sharded_grads(end)
+            + self.sharded_apart(blocks[number + (part != "norm") : end])
             + self.accumulated_grads((self.weights.root, *blocks[:end]))
-            + (self.weights.head + trained) * self.size,
-            "buffers": 0 if end == len(blocks) else self.reduced(*self.parts_of(self.group(end))),
+            + (self.weights.head + trained) * self.size
+            + self.waiting_grads(number + 1),
+            "buffers": self.sent_grads(number, part),
         }
         return add_by_name(passing, *[self.kept_by_head] * pending)
 
+    def during_earlier_head(self, number: int) -> Bytes:
+        """Return the bytes after the backward pass of an MTP layer, in that of the head before it.
+
+        The gradient of the head, which was computed in the forward pass, is rounded, and is added to that of
+        the heads after it. The gradient of the layer is being reduced.
+        """
+        blocks, group = self.weights.blocks, self.group(number)
+        own = {
+            "gathered": self.gathered_backward(group.start, "norm") - self.gathered(self.parts_of(group)),
+            "activations": self.saved(number, resident=1) + self.final_norm,
+            "gradients": self.sharded_grads(number)
+            + self.accumulated_grads((self.weights.root, *blocks[:number]))
+            + 2 * self.weights.head * self.size
+            + self.waiting_grads(number),
+            "buffers": self.reduced(*self.parts_of(group)),
+        }
+        root = {"gathered": self.gathered(())}
+        pending = number + 1 - (len(blocks) - self.num_mtp_layers)
+        return add_by_name(own, root, *[self.kept_by_head] * pending)
+
+    def waiting_grads(self, number: int) -> int:
+        """Return the bytes of the gradient of the embedding from the MTP layers from ``number`` on.
+
+        The gradient of a tied embedding is added to that of the head.
+        """
+        tied = self.weights.root.trained < self.weights.head + self.weights.embedding
+        later = any(block.is_mtp for block in self.blocks[number:])
+        return self.weights.embedding * self.size if later and not tied else 0
+
+    def gathered_backward(self, number: int, part: str) -> int:
+        """Return the bytes of gathered weights in the backward pass of a block, with those that are coming.
+
+        Experts that are gathered apart are freed after their own backward pass.
+        """
+        blocks, group = self.weights.blocks, self.group(number)
+        if not self.layout.reshard_after_forward:
+            return self.gathered(blocks[: group.stop])
+        before = self.groups[: self.groups.index(group)][-(self.layout.prefetch_groups or 1) :]
+        coming = sum(self.sent(*self.parts_of(each)) for each in before)
+        coming *= 2 if self.run.device == "cpu" else 1
+        freed = blocks[number + (part != "norm") : group.stop]
+        apart = sum(each.gathered_apart(self.size) for each in freed)
+        return self.gathered(self.parts_of(group)) - apart + coming
+
+    def sent_grads(self, number: int, part: str) -> int:
+        """Return the bytes of gradients that are being sent in the backward pass of a block.
+
+        They are those of the next group, or of the block's own experts if these are reduced apart.
+        """
+        own, end = self.weights.blocks[number], self.group(number).stop
+        if own.apart and part == "norm":
+            return self.reduced_bytes(own.apart_trained)
+        if end == len(self.blocks):
+            return 0
+        return self.reduced_bytes(
+            sum(each.trained - each.apart_trained for each in self.parts_of(self.group(end)))
+        )
+
     def during_embedding(self) -> Bytes:
         """Return the bytes when the gradient of the embedding, one full matrix, is computed."""
-        new = (self.weights.head + self.weights.embedding) * self.size
+        new = (self.weights.head + self.weights.embedding) * self.size + self.waiting_grads(0)
         return {
             "gathered": self.gathered(()),
             "gradients": self.sharded_grads(0) + self.accumulated_grads([self.weights.root]) + new,
@@ -359,7 +458,7 @@ class StepMemory:
         joined = largest_number([tokens] * self.num_microbatches, MAX_TOKENS[self.run.device])
         chunks = head_activations(joined * labels, self.hidden, self.vocabulary, self.run, trained=False)
         groups, ahead = self.layout.groups(weights.blocks), self.layout.prefetch_groups or 0
-        sent = [self.sent(*group) for group in groups]
+        sent = [max(self.sent(*group), *map(self.sent_apart, group)) for group in groups]
         largest = max(groups, key=lambda group: sum(block.gathered(self.size) for block in group))
         gathered = sum(part.gathered(self.size) for part in (weights.root, *largest))
         gathered += max(sum(sent[number : number + 1 + ahead]) for number in range(len(sent)))
@@ -399,8 +498,16 @@ class StepMemory:
         return self.weights.blocks[group.start : group.stop]
 
     def sent(self, *parts: BlockParameters) -> int:
-        """Return the bytes of the buffers from which all-gathers copy the weights of ``parts``."""
-        return sum(part.gathered(self.size) for part in parts) if self.shards > 1 else 0
+        """Return the bytes of the buffers from which all-gathers copy the weights of ``parts``.
+
+        Those that are gathered apart are left out.
+        """
+        each = (part.gathered(self.size) - part.gathered_apart(self.size) for part in parts)
+        return sum(each) if self.shards > 1 else 0
+
+    def sent_apart(self, part: BlockParameters) -> int:
+        """Return the bytes of the buffer for the experts of a block, if they are gathered apart."""
+        return part.gathered_apart(self.size) if self.shards > self.layout.ep else 0
 
     def saved(self, num_blocks: int, resident: int) -> int:
         """Return the bytes of activations of the first ``num_blocks`` blocks on the device.
@@ -426,8 +533,11 @@ class StepMemory:
 
         On one rank, they are the gradients after it, unless these are in host memory or are added to others.
         """
+        return self.reduced_bytes(sum(part.trained for part in parts))
+
+    def reduced_bytes(self, trained: int) -> int:
+        """Return the bytes of ``reduced`` for parts with ``trained`` elements."""
         one_rank = self.shards * self.layout.dp_replicate == 1
-        trained = sum(part.trained for part in parts)
         return 0 if one_rank and not (self.offloads or self.adds_reduced) else trained * FP32
 
     def accumulated_grads(self, parts: Iterable[BlockParameters]) -> int:
@@ -443,6 +553,11 @@ class StepMemory:
         parts = self.weights.parts if self.adds_reduced else self.weights.blocks[first:]
         trained = sum(part.unsharded_trained for part in parts)
         return 0 if self.offloads else trained * FP32 // self.shards
+
+    def sharded_apart(self, parts: Iterable[BlockParameters]) -> int:
+        """Return the bytes of the gradient shards of experts of ``parts`` that are reduced before others."""
+        elements = 0 if self.offloads or self.adds_reduced else sum(part.apart_unsharded for part in parts)
+        return elements * FP32 // self.shards
 
     @property
     def adds_reduced(self) -> bool:
@@ -497,16 +612,22 @@ def count_parameters(
 def count_block(found: Sequence[Parameter], ep: int, in_float8: Collection[str]) -> BlockParameters:
     trained, plain = [p for p in found if p.trained], [p for p in found if not p.quantized_bytes]
     last = sum(p.numel for p in trained if p.name.endswith(LAST_OF_MLP))
+    number, experts = (sum(p.numel for p in trained if kind or p.of_experts) for kind in (True, False))
+    before = number if any(p.of_experts for p in found) else number - last if last else 0
     return BlockParameters(
-        sum(p.numel for p in plain),
-        sum(p.numel for p in trained),
-        sum(p.numel * (ep if p.of_experts else 1) for p in plain),
-        sum(p.numel * (ep if p.of_experts else 1) for p in trained),
-        sum(p.quantized_bytes for p in found),
-        max((p.numel for p in found if p.quantized_bytes), default=0),
-        sum(p.numel for p in plain if p.name.removesuffix(".weight") in in_float8),
-        sum(p.numel for p in found if p.initial),
-        sum(p.numel for p in trained) - last if last and not any(p.of_experts for p in found) else 0,
+        numel=sum(p.numel for p in plain),
+        trained=number,
+        unsharded=sum(p.numel * (ep if p.of_experts else 1) for p in plain),
+        unsharded_trained=sum(p.numel * (ep if p.of_experts else 1) for p in trained),
+        quantized_bytes=sum(p.quantized_bytes for p in found),
+        largest=max((p.numel for p in found if p.quantized_bytes), default=0),
+        float8=sum(p.numel for p in plain if p.name.removesuffix(".weight") in in_float8),
+        initial=sum(p.numel for p in found if p.initial),
+        before_mlp=before,
+        experts=experts,
+        apart=sum(p.numel for p in plain if p.of_experts) if ep > 1 else 0,
+        apart_trained=experts if ep > 1 else 0,
+        apart_unsharded=experts * ep if ep > 1 else 0,
     )
 
 
@@ -527,6 +648,9 @@ def block_activations(
     query, key, value = number * of.key, groups * of.key, groups * of.value
     repeats = head_repeats(groups, layout.cp)
     both = number * (of.key + of.value) if run.repeats_heads else (key + value) * repeats
+    attended, padded = query + both, 0
+    if of.latent:
+        attended, padded = latent_widths(config, run, number, copies_values=False)
     plain = BlockActivations(
         run,
         hidden=config.hidden_size,
@@ -534,8 +658,9 @@ def block_activations(
         norm=FP32 + (run.size if adapter is None else 0),
         norm_gradients=NORM_GRADIENTS * FP32,
         normed_heads=query + key if norms_heads(model) else 0,
-        attended=query + both,
+        attended=attended,
         result=number * of.value,
+        padded=padded,
         heads=number,
         mlp=mlp_activations(intermediate_size(config) // layout.tp),
         latent=of.latent,
@@ -543,7 +668,7 @@ def block_activations(
     )
     other, routed = plain, moe_block_numbers(model)
     if routed:
-        mlp = moe_activations(model, run, split=layout.tp, shared_split=layout.tp)
+        mlp = fsdp2_moe(model, run, tp=layout.tp, ep=layout.ep)
         other = replace(plain, mlp=mlp, kind="moe")
     if adapter is not None and adapter.dora:
         plain, other = (replace(kind, dora_products=dora_products(model, adapter)) for kind in (plain, other))

@@ -3,6 +3,7 @@
 Megatron itself is not imported.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,11 +32,12 @@ from components.preflight.estimates.activation_memory import (
 )
 from components.preflight.estimates.model_shape import (
     dropout_bytes,
-    moe_activations,
+    latent_widths,
     moe_block_numbers,
     norms_heads,
     norms_of_hidden,
 )
+from components.preflight.estimates.moe_activations import megatron_moe
 from components.preflight.estimates.parameter_counts import Cuts, Parameter, owned_state, parameters
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
@@ -124,6 +126,8 @@ class RankParameters:
     """Elements of all parameters of layers."""
     matrix: int
     """Size of the largest trained matrix of a layer."""
+    experts_of_a_layer: int
+    """Trained expert parameters of a layer, the maximum over layers."""
     tied: bool
     """Whether embedding and head are tied."""
 
@@ -208,6 +212,8 @@ class StageMemory:
         if self.holds("L"):
             yield self.during_head()
         yield from self.during_layers()
+        if any(block.kind == "moe" for block in self.blocks):
+            yield self.during_experts()
         if self.holds("E"):
             yield self.during_embedding()
         if self.blocks[0].run.device != "cpu":
@@ -240,17 +246,56 @@ class StageMemory:
         """Yield the bytes of each layer's backward pass, in addition to those between steps.
 
         The gradient of the largest matrix exists besides the permanent fp32 gradient buffer. Activations of
-        later layers of the same micro-batch have been freed. The head of the last layer and those of earlier
-        MTP layers, which were computed before an MTP layer, are still to come.
+        later layers of the same micro-batch have been freed, and so have those of the last norm and the head,
+        except in MTP layers: the head of the last layer and those of earlier MTP layers, which were computed
+        before an MTP layer, are still to come. Until then, the gradients of the head from later ones wait.
         """
         freed, pending = 0, self.num_mtp_layers
         for block in reversed(self.blocks):
+            held = self.on_device(self.in_flight, layers=2) - freed - (0 if pending else self.saved_by_end)
             own = {
-                "activations": self.on_device(self.in_flight, layers=2) + block.backward(self.tokens) - freed,
-                "gradients": self.weights.matrix * self.size + self.between_microbatches,
+                "activations": held + block.backward(self.tokens),
+                "gradients": self.weights.matrix * self.size
+                + max(self.between_microbatches, self.waiting_grads(pending)),
             }
             yield add_by_name(own, *[self.kept_by_head] * pending)
+            if block.kind == "moe":
+                again = block.backward_of_experts(self.tokens, self.weights.experts_of_a_layer)
+                late = {
+                    "activations": held + again,
+                    "gradients": self.between_microbatches,
+                }
+                yield add_by_name(late, *[self.kept_by_head] * pending)
+            if block.is_mtp:  # the head before this layer
+                waiting = self.waiting_grads(pending) + self.weights.embedding * self.size
+                earlier = {"activations": held - block.saved(self.tokens), "gradients": waiting}
+                yield add_by_name(earlier, *[self.kept_by_head] * pending)
             freed, pending = freed + block.saved(self.tokens), max(pending - 1, 0)
+
+    def waiting_grads(self, pending: int) -> int:
+        """Return the bytes of gradients of the head and the embedding from later MTP layers.
+
+        ``pending`` is the number of heads that come before. The gradient of a tied embedding is added to that
+        of the head.
+        """
+        from_embedding = pending < self.num_mtp_layers and not self.weights.tied
+        matrices = (pending > 0) + from_embedding if self.num_mtp_layers else 0
+        return matrices * self.weights.embedding * self.size
+
+    def during_experts(self) -> Bytes:
+        """Return the bytes in the last layer with experts in the forward pass, before any backward pass.
+
+        The activations of later layers of the chunk do not exist yet.
+        """
+        last = max(number for number, block in enumerate(self.blocks) if block.kind == "moe")
+        missing = sum(block.saved(self.tokens) for block in self.blocks[last:])
+        return {
+            "activations": self.on_device(self.in_flight, layers=1)
+            - self.saved_by_end
+            - missing
+            + self.blocks[last].first_forward(self.tokens),
+            "gradients": self.between_microbatches,
+        }
 
     def during_embedding(self) -> Bytes:
         """Return the bytes when the gradient of the embedding, one full matrix, is computed.
@@ -302,10 +347,14 @@ class StageMemory:
     @property
     def saved(self) -> int:
         """Bytes of activations of one chunk for one micro-batch."""
+        received = 0 if self.size == FP32 else self.tokens * self.blocks[0].hidden * self.size
+        return self.saved_by_layers + received + self.saved_by_end
+
+    @property
+    def saved_by_end(self) -> int:
+        """Bytes of activations of the last norm and the head."""
         states = self.tokens * self.blocks[0].hidden
-        received = 0 if self.size == FP32 else states * self.size
-        ends = states * (self.blocks[0].norm + self.size) if self.holds("L") else 0
-        return self.saved_by_layers + received + ends
+        return states * (self.blocks[0].norm + self.size) if self.holds("L") else 0
 
     @property
     def saved_by_layers(self) -> int:
@@ -369,8 +418,18 @@ def count_parameters(
         embedding=max((p.numel for p in share if p.trained), default=0),
         in_layers=sum(p.numel for p in layer),
         matrix=max((p.numel // max(p.number, 1) for p in layer if p.trained), default=0),
+        experts_of_a_layer=largest_experts(layer),
         tied=ties_embedding(model),
     )
+
+
+def largest_experts(found: Sequence[Parameter]) -> int:
+    """Return the largest number of trained expert parameters of a layer."""
+    sizes = Counter[str]()
+    for p in found:
+        if p.of_experts and p.trained:
+            sizes[p.name.partition(".mlp.")[0]] += p.numel
+    return max(sizes.values(), default=0)
 
 
 def stage_parameters(
@@ -418,16 +477,22 @@ def block_activations(
     number = of.number // tp
     query, key, value = number * of.key, of.shared // tp * of.key, of.shared // tp * of.value
     repeated = number * (of.key + of.value) if run.repeats_heads else None
+    normed, rotated, padded = norms_heads(model), of.key, 0
+    attends = attended(layout, query, key + value, repeated, normed=normed)
+    if of.latent:
+        attends, padded = latent_widths(config, run, number, copies_values=True)
+        rotated = config.qk_rope_head_dim
     norm = run.size if run.device == "cuda" else FP32 + (FP32 if adapter is None else 0)
-    normed, kept = norms_heads(model), 3 if layout.fuses_activation(run.device) else 5
+    kept = 3 if layout.fuses_activation(run.device) else 5
     plain = BlockActivations(
         run,
         hidden=config.hidden_size // (tp if layout.sequence_parallel else 1),
         norms=norms_of_hidden(model),
         norm=norm,
         normed_heads=query + key if normed else 0,
-        attended=attended(layout, query, key + value, repeated, normed=normed) + 4 * of.key,
+        attended=attends + 4 * rotated,
         result=number * of.value,
+        padded=padded,
         heads=number,
         mlp=mlp_activations(config.intermediate_size // tp, kept),
         latent=of.latent,
@@ -435,17 +500,7 @@ def block_activations(
     )
     other, routed = plain, moe_block_numbers(model)
     if routed:
-        # tp ranks have the same tokens and send a part of them each, which etp ranks gather again. The
-        # results of experts are not saved, because routing weights multiply the inputs of the last matrix.
-        mlp = moe_activations(
-            model,
-            run,
-            split=layout.etp,
-            shared_split=tp,
-            share=layout.etp / tp,
-            hidden_kept=1,
-            inner_kept=3 if layout.fuses_activation(run.device) else 6,
-        )
+        mlp = megatron_moe(model, layout, run, grouped=layout.groups_experts(model, adapter))
         other = replace(plain, mlp=mlp, kind="moe")
     prefixes = [f"model.layers.{number}." for number in range(len(model.base_model.layers))]
     within = tp if layout.sequence_parallel else 1

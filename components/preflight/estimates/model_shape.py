@@ -4,14 +4,13 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from components.adapters import LoRA
 from components.adapters.lora_config import A
 from components.models.experts import EXPERT_PARAM, moe_blocks
-from components.preflight.estimates.activation_memory import FP32, MlpActivations, RunShape
+from components.preflight.estimates.activation_memory import RunShape
 
 LATENT = ("q_a_layernorm", "kv_a_layernorm")
 SAME_INPUT = {
@@ -37,6 +36,22 @@ def norms_of_hidden(model: PreTrainedModel) -> int:
 def norms_heads(model: PreTrainedModel) -> bool:
     """Return whether queries and keys have norms."""
     return any(name in OF_HEADS for name in norms_of_a_block(model))
+
+
+def latent_widths(
+    config: PreTrainedConfig, run: RunShape, heads: int, *, copies_values: bool
+) -> tuple[int, int]:
+    """Return the width that latent attention saves as its inputs, and the width that it pads.
+
+    Queries and keys are put together from two parts each. Values are a view of the result of a matrix, which
+    is therefore saved, unless the engine ``copies_values``. Values that attention pads are not saved, except
+    if attention is recomputed. ``heads`` is the number of heads of the rank.
+    """
+    text = config.get_text_config()
+    key, value = heads * text.qk_head_dim, heads * text.v_head_dim
+    pads = run.has_kernel and key > value
+    given = value if copies_values else heads * text.qk_nope_head_dim + value
+    return 2 * key + (0 if pads and "core_attn" not in run.modules else given), 2 * key * pads
 
 
 @lru_cache(maxsize=8)
@@ -84,44 +99,3 @@ def dropout_bytes(
     for (prefix, *_), size in shared.items():
         found[prefix] -= size
     return [found[prefix] for prefix in prefixes]
-
-
-def moe_activations(
-    model: PreTrainedModel,
-    run: RunShape,
-    *,
-    split: int,
-    shared_split: int,
-    share: float = 1.0,
-    hidden_kept: int = 2,
-    inner_kept: int = 4,
-) -> MlpActivations:
-    """Return the activation widths of an MoE block with a balanced load.
-
-    Each of the K copies of a token saves
-
-        the sorted inputs of the experts                             H
-        gate, its activation, up, and the product of these           4I
-        the result, for the gradient of the routing weight           H
-
-    and each token its router logits and scores, in fp32. Shared experts are an additional MLP.
-
-    Args:
-        split: number of ranks that split the matrices of an expert.
-        shared_split: number of ranks that split the matrices of a shared expert.
-        hidden_kept: tensors of width H that each copy saves.
-        inner_kept: tensors of width I that each copy saves.
-        share: number of tokens whose K copies the experts of this rank process, divided by the number of
-            tokens of the rank. It is below 1 if tp ranks hold the same tokens and each sends a part of them.
-    """
-    config = model.config.get_text_config()
-    block: Any = next(iter(moe_blocks(model).values()))
-    inner, hidden = block.experts[0].gate_proj.out_features / split, config.hidden_size
-    beside = getattr(block, "shared_experts", None)
-    own = beside.gate_proj.out_features / shared_split if beside is not None else 0
-    copies, router = share * config.num_experts_per_tok, 2 * len(block.experts) * FP32 / run.size
-    return MlpActivations(
-        kept=copies * (hidden_kept * hidden + inner_kept * inner) + 4 * own + router,
-        gradients=max(copies * (hidden + 2 * inner), 2 * own),
-        products=copies * (2 * hidden + 3 * inner) + router,
-    )
