@@ -18,7 +18,7 @@ from components.models import ModelSpec, WeightSource, checkpoint_weights, named
 from components.models.experts import router_biases
 from components.models.export.hf_folder import write_configs
 from components.models.export.safetensors_writer import stored_tensors
-from components.models.generate import load_model
+from components.models.generate import load_with_weights
 
 OPTION = "checkpoint"
 
@@ -56,11 +56,11 @@ class CheckpointModel:
             ConfigError: as ``export_model``.
         """
         shapes, source = self._weights()
-        with tempfile.TemporaryDirectory() as folder:  # of kilobytes
+        with tempfile.TemporaryDirectory() as folder:  # of configurations and the tokenizer
             write_configs(self.model, Path(folder), dtype)
             tokenizer = self.model.add_tokenizer(Path(folder))
             weights = stored_tensors(self.model, shapes, source, dtype)
-            return load_model(Path(folder), self.model.trust_remote_code, weights), tokenizer
+            return load_with_weights(Path(folder), self.model.trust_remote_code, weights), tokenizer
 
     def _weights(self) -> tuple[Mapping[str, torch.Size], WeightSource]:
         """Return the shapes and the source of the trained weights, with an adapter merged into them."""

@@ -155,15 +155,8 @@ def use_plain_decoding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     )
 
 
-def load_model(
-    folder: Path, trust_remote_code: bool, weights: Mapping[str, Tensor] | None = None
-) -> PreTrainedModel:
-    """Return the model in ``folder``; for an adapter folder, this is its base model with the adapter.
-
-    If ``weights`` are given, ``folder`` needs no files of weights.
-    """
-    if weights is not None:
-        return load_with_weights(folder, trust_remote_code, weights)
+def load_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the model in ``folder``; for an adapter folder, this is its base model with the adapter."""
     if not (folder / ADAPTER_CONFIG_NAME).is_file():
         return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with warnings.catch_warnings():
@@ -174,7 +167,7 @@ def load_model(
 def load_with_weights(
     folder: Path, trust_remote_code: bool, weights: Mapping[str, Tensor]
 ) -> PreTrainedModel:
-    """Return the model that ``folder`` would hold if ``weights`` were its files of weights."""
+    """Return the model of which ``folder`` has everything but the weights, by their names in files."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):  # from_pretrained of the Auto classes takes weights only from files
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))

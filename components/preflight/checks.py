@@ -417,7 +417,8 @@ def check_added_rows(adapter: AdapterConfig, model: PreTrainedModel) -> None:
     if ties_embedding(model):
         raise ConfigError(
             "model.add_tokens: the rows of the new tokens are in an embedding that is tied to the head, "
-            "which an adapter cannot train; use adapter=none, or model.chat_template=plain, which needs none."
+            "which an adapter cannot train; use adapter=none, or model.chat_template=plain, which needs no "
+            "tokens."
         )
     holders = [model.get_input_embeddings(), *([] if has_scalar_head(model) else [output_head(model)])]
     names = [name for name, module in model.named_modules() if any(module is each for each in holders)]

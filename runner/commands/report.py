@@ -106,7 +106,9 @@ def all_entries(folders: Sequence[Path]) -> list[Entry]:
         return found
     unique: dict[Path | int, Entry] = {}
     for place, each in enumerate(found):
-        unique.setdefault(each.folder or place, each)  # a refused job has no folder
+        key = place if each.folder is None else each.folder.resolve()  # a refused job has no folder
+        if key not in unique or unique[key].status is None:  # the record of a job says more than its folder
+            unique[key] = each
     return [replace(each, number=number) for number, each in enumerate(unique.values())]
 
 

@@ -1,6 +1,7 @@
 """The model that a run trained, from its checkpoint or from a folder that transformers or peft reads."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,7 +111,8 @@ def open_model(given: Mapping[str, str]) -> tuple[PreTrainedModel, PreTrainedTok
         trained, stored = read_checkpoint(given)
         if trained.model.scalar_head:
             raise _no_text(folder)
-        model, tokenizer = trained.load_model(stored)
+        with _naming(folder):
+            model, tokenizer = trained.load_model(stored)
     use_plain_decoding(model, tokenizer)
     return model.to(inference_device(model)).eval(), tokenizer
 
@@ -121,13 +123,22 @@ def _no_text(folder: Path) -> ConfigError:
     )
 
 
-def _load(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Raise ConfigError for what transformers raises in the context about the files of ``folder``."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        model = load_model(folder, trust_remote_code)
+        yield
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         reason, _, _ = str(error).partition("\n")
         raise ConfigError(f"checkpoint: cannot load {folder} ({reason}); export it again.") from error
+
+
+def _load(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    with _naming(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model = load_model(folder, trust_remote_code)
     if not len(tokenizer):  # without its files, transformers builds an empty one
         raise ConfigError(f"checkpoint: {folder} has no tokenizer; copy the tokenizer's files into it.")
     return model, tokenizer

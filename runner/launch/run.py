@@ -132,6 +132,7 @@ def end_evaluation(stopped: Stopped) -> NoReturn:
     """
     if stopped.reason == "run.max_time":
         raise TrainingError("run.max_time: the evaluation is not complete after this time; raise it.")
-    print(f"stopped before the evaluation was complete ({stopped.reason}); give the same command again")
     restarts = stopped.reason in slurm_env.REASONS and slurm_env.queue_again(os.environ)
+    advice = "" if restarts else "; give the same command again"
+    print(f"stopped before the evaluation was complete ({stopped.reason}){advice}")
     raise SystemExit(DONE if restarts else INTERRUPTED)

@@ -338,7 +338,7 @@ def build_loop(
             requested,
             deadline,
             # Estimate for the first save: fp32 weights and two moments (12 bytes a parameter), at 200 MB/s.
-            save_s=engine.describe()["trained_parameters"] * 12 / 200e6,
+            save_s=0.0 if run.evaluate_only else engine.describe()["trained_parameters"] * 12 / 200e6,
             prune=pruner_of(record.sweep) if place.rank == 0 and not run.evaluate_only else None,
         ),
         watchdog=watchdog,

@@ -16,6 +16,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.errors import ConfigError
 from components.data.records.options import RecordOptions
 from components.data.tokenize.prompts import read_prompts
@@ -410,6 +411,13 @@ def test_mistakes_of_generate(tmp_path: Path, words: list[str], message: str) ->
     )
     with pytest.raises(ConfigError, match=message):
         generate(complete)
+
+
+def test_a_model_that_transformers_refuses(tmp_path: Path, single: Path) -> None:
+    """Such as one whose generation config has a value that is not allowed."""
+    refuses = mock.patch.object(CheckpointModel, "load_model", side_effect=ValueError("max_new_tokens is 0"))
+    with refuses, pytest.raises(ConfigError, match=r"checkpoint: cannot load .*max_new_tokens is 0"):
+        completions(tmp_path, f"checkpoint={single}")
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, single: Path) -> None:

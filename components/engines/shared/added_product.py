@@ -11,9 +11,11 @@ fp32, both took the same time."""
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``left @ right``, ``[M, K]`` and ``[K, N]``, to ``total`` ``[M, N]`` in place.
 
-    ``total`` is in the dtype of the factors or in fp32. On a CUDA GPU, the product is not rounded to the
-    dtype of the factors before.
+    ``total`` is in the dtype of the factors or in fp32. The product is rounded to the dtype of the factors
+    before it is added, except on a CUDA GPU.
     """
+    if not len(right):  # of an expert without tokens
+        return
     if total.dtype == right.dtype:
         total.addmm_(left, right)
     elif right.is_cuda:

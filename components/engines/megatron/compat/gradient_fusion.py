@@ -1,11 +1,12 @@
 """Gradients of weights that are added to the main gradients in their matrix product, without Apex.
 
-Megatron (``gradient_accumulation_fusion``) takes this product from Apex's CUDA extension, which must be built
-from source. torch has the same product, so this module stands in for the extension if it is not installed.
+Megatron (``gradient_accumulation_fusion``) takes this product from a CUDA extension of Apex, which is built
+from source, and which neither a CPU nor a rehearsal can call. torch has the same product.
 """
 
 import sys
-from importlib.util import find_spec
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 from torch import Tensor
@@ -15,12 +16,19 @@ from components.engines.shared.added_product import add_product
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 
 
-def install() -> None:
-    """Let megatron-core import the product from here. Called before megatron is imported."""
-    if EXTENSION not in sys.modules and find_spec(EXTENSION) is None:
-        stand_in = ModuleType(EXTENSION, __doc__)
-        stand_in.wgrad_gemm_accum_fp32 = add_gradient  # type: ignore[attr-defined]
-        sys.modules[EXTENSION] = stand_in
+@contextmanager
+def replaced() -> Iterator[None]:
+    """Let modules that are imported inside the context take the product from here, not from Apex."""
+    stand_in = ModuleType(EXTENSION, __doc__)
+    stand_in.wgrad_gemm_accum_fp32 = add_gradient  # type: ignore[attr-defined]  # main gradients are in fp32
+    installed = sys.modules.get(EXTENSION)
+    sys.modules[EXTENSION] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[EXTENSION]
+        if installed is not None:
+            sys.modules[EXTENSION] = installed
 
 
 def add_gradient(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:

@@ -7,8 +7,7 @@ from components.engines.megatron.compat.patching import install as install_patch
 from components.engines.megatron.compat.unused_packages import hidden
 
 # wandb takes half a second to import, and leaves two temporary folders because ranks end with os._exit.
-with hidden("wandb"):
-    gradient_fusion.install()
+with hidden("wandb"), gradient_fusion.replaced():
     install_cpu()
     install_repairs()
     install_patches(packed_rope.PATCHES)

@@ -21,7 +21,7 @@ from components.report.curves import read_curves, thin
 from components.report.page import varied_keys
 from components.report.runs import read_completions
 from runner.cli import run_or_answer
-from runner.commands.report import WATCH_S, entries, parse, report
+from runner.commands.report import WATCH_S, all_entries, entries, parse, report
 from runner.training.run_summary import Results
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!-- {{script}} & 'quotes' \""
@@ -474,8 +474,21 @@ def test_several_folders_are_on_one_page(tmp_path: Path, monkeypatch: pytest.Mon
     folders = [run["folder"] for run in data["runs"]]
     assert folders == [str(alone), *(entry.folder and str(entry.folder) for entry in of_sweep)]
     assert "optimizer.lr" in data["columns"]
-    report([str(alone)] * 4)
-    assert Page(tmp_path / "here" / "report.html").data["title"] == "4 folders"
+    again = f"{tmp_path}/here/../mine/stamp"
+    report([str(alone), str(alone), str(alone), again])
+    data = Page(tmp_path / "here" / "report.html").data
+    assert data["title"] == "4 folders"
+    assert len(data["runs"]) == 1
+
+
+@pytest.mark.parametrize("first", ["sweep", "run"])
+def test_a_job_that_is_also_named_by_its_folder_keeps_its_record(tmp_path: Path, first: str) -> None:
+    sweep = a_sweep(tmp_path)
+    job = next(entry for entry in entries(sweep) if entry.folder is not None and entry.status is not None)
+    folders = [sweep, job.folder] if first == "sweep" else [job.folder, sweep]
+    found = all_entries([folder for folder in folders if folder is not None])
+    (same,) = (entry for entry in found if entry.folder == job.folder)
+    assert (same.status, same.seconds, same.overrides) == (job.status, job.seconds, job.overrides)
 
 
 def test_a_completion_may_have_other_separators_of_lines(tmp_path: Path) -> None:

@@ -143,8 +143,11 @@ def test_a_hook_with_the_name_of_one_of_the_program_replaces_nothing() -> None:
     [
         (lambda: EMA(decay=1.0), "hook.ema.decay: must be"),
         (lambda: GradientStats(every=0), "hook.gradient_stats.every: must be"),
-        (lambda: Samples(prompts="p", max_new_tokens=0).check("samples"), "hook.samples.max_new_tokens: must be"),
-        (lambda: Samples(prompts="/nowhere/prompts.jsonl").check("samples"), "/nowhere/prompts.jsonl"),
+        (
+            lambda: Samples(prompts="p", max_new_tokens=0).check("s"),
+            "hook.samples.max_new_tokens: must be",
+        ),
+        (lambda: Samples(prompts="/nowhere/prompts.jsonl").check("s"), "/nowhere/prompts.jsonl"),
     ],
 )
 def test_mistakes_are_named(make: Any, said: str) -> None:

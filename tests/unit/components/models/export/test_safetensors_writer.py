@@ -18,7 +18,7 @@ from components.models import ModelSpec, export_folder, named_shapes, stream_fol
 from components.models.checkpoint_weights import check_shapes
 from components.models.export.hf_folder import write_configs, write_safetensors
 from components.models.export.safetensors_writer import stored_tensors, stream_file
-from components.models.generate import load_model
+from components.models.generate import load_model, load_with_weights
 from tests.distributed.cases import spec
 
 NAMES = {"model.layers.10.b": (3, 2), "model.layers.2.a": (5,), "ü": (7, 1), "lm_head.weight": (4, 4)}
@@ -84,7 +84,7 @@ def test_a_model_in_memory_is_that_of_its_files(tmp_path: Path, family: str) -> 
     model.add_tokenizer(tmp_path / "files")
     model.add_tokenizer(tmp_path / "none")
     theirs = load_model(tmp_path / "files", False)
-    ours = load_model(tmp_path / "none", False, stored_tensors(model, shapes, source, dtype))
+    ours = load_with_weights(tmp_path / "none", False, stored_tensors(model, shapes, source, dtype))
     assert not [*(tmp_path / "none").glob("*.safetensors*")]
     found, expected = ours.state_dict(), theirs.state_dict()
     assert found.keys() == expected.keys()
