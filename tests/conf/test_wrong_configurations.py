@@ -70,6 +70,15 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "hook.checkpoints",
         "rename it",
     ),
+    "gradients added through copies": (
+        (
+            ON + "megatron",
+            "parallelism.gradient_accumulation_fusion=true",
+            "parallelism.activation_offloading=true",
+        ),
+        "parallelism.gradient_accumulation_fusion",
+        "leave it out",
+    ),
     "a group taken away": (("~adapter",), "adapter", "choose one"),
     "first stage with all": (
         (ON + "pp2", "parallelism.first_stage_layers=4"),

@@ -94,6 +94,11 @@ def contradictions(layout: Layout) -> dict[str, str]:
             layout.overlap_param_gather and not (layout.distributed_optimizer and layout.overlap_grad_reduce),
             f"it {gathered}",
         ),
+        "gradient_accumulation_fusion": (
+            bool(layout.gradient_accumulation_fusion and layout.activation_offloading),
+            "Megatron finds no main gradient through copies of saved tensors; leave it out, or use "
+            "parallelism.activation_offloading=false",
+        ),
     }
     return {key: needs for key, (lacking, needs) in found.items() if lacking} | (
         {"pipeline_layout": "first_stage_layers or last_stage_layers is set too; use one of the two ways"}

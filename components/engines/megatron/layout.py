@@ -71,7 +71,7 @@ class Layout:
     """Whether SwiGLU is one function that saves only its input, compiled on a GPU. None means yes on GPUs."""
     gradient_accumulation_fusion: bool | None = None
     """Whether the gradient of a weight is added to the main gradient, in fp32, by its matrix product. None
-    means yes on GPUs, except with transformer-engine."""
+    means yes on GPUs, except with transformer-engine or ``activation_offloading``."""
     optimizer_cpu_offload: bool = False
     moe_token_dispatcher: Literal["allgather", "alltoall"] = "alltoall"
     """Token exchange: all-gather over the ep x etp ranks, or all-to-all to the chosen experts' ranks."""

@@ -252,7 +252,7 @@ def fuses_gradients(layout: Layout, options: EngineOptions, *, uses_te: bool) ->
     """Return ``gradient_accumulation_fusion``, or its default."""
     if layout.gradient_accumulation_fusion is not None:
         return layout.gradient_accumulation_fusion
-    return options.device == "cuda" and not uses_te
+    return options.device == "cuda" and not (uses_te or layout.activation_offloading)
 
 
 def recomputation(layout: Layout) -> Json:

@@ -74,6 +74,9 @@ def test_gradients_are_added_by_their_products_on_a_gpu(
     layout = megatron(gradient_accumulation_fusion=asked)
     config = transformer_config(spec("llama").config(), layout, EngineOptions(torch.bfloat16, device))
     assert config.gradient_accumulation_fusion is fused
+    layout = megatron(activation_offloading=True)
+    config = transformer_config(spec("llama").config(), layout, EngineOptions(torch.bfloat16, device))
+    assert not config.gradient_accumulation_fusion
 
 
 @pytest.mark.parametrize("uses_te", [True, False])
