@@ -216,6 +216,11 @@ def preload(kind: str) -> None:
         fake_cuda.install(fake_cuda.Gpu("H100", 80 * 10**9), mode.RehearsalMode())
     for name in PRELOADED[kind]:
         importlib.import_module(name)
+    if kind != "rehearsal":
+        import torch
+        from components.preflight.estimates.flops import peak_flops
+
+        peak_flops(torch.device("cpu"), torch.float32)  # a run of the children would measure it twice
     gc.collect()
     gc.freeze()  # collections in the children would copy these pages
 

@@ -19,6 +19,7 @@ DROPOUT = [*FOUR_OF_8B, "adapter=lora", "adapter.dropout=0.1"]
 KTO = [*FOUR_OF_8B, "stage=kto"]
 ONE_ROW = [
     "model=qwen3_0_6b",
+    "model.architecture.num_hidden_layers=6",
     "parallelism=single",
     "data.max_length=512",
     "run.micro_batch_size=1",
@@ -66,7 +67,7 @@ SPLIT_MATRICES = [
     "run.global_batch_size=16",
 ]
 LARGE = {
-    "1b": ["model=llama3_1b", "parallelism=single"],
+    "1b": [*FOUR_LAYERS, "parallelism=single"],
     "0.6b fp32": [*SINGLE_FP32, "parallelism=single"],
     "0.6b fp32 megatron": [*SINGLE_FP32, "parallelism=megatron"],
     "1b dora": [*FOUR_LAYERS, "parallelism=single", "adapter=dora"],
@@ -82,8 +83,8 @@ LARGE = {
         "parallelism.fp8_recipe=tensorwise",
         "parallelism.fp8_all_gather=true",
     ],
-    "8b lora on one rank": [*EIGHT_LAYERS, "parallelism=single", "adapter=lora", "stage=pt"],
-    "8b dpo on one rank": [*EIGHT_LAYERS, "parallelism=single", "stage=dpo"],
+    "8b lora on one rank": [*FOUR_OF_8B, "parallelism=single", "adapter=lora", "stage=pt"],
+    "8b dpo on one rank": [*FOUR_OF_8B, "parallelism=single", "stage=dpo"],
     "8b lora": [*EIGHT_LAYERS, "parallelism=fsdp2", "parallelism.dp=8", "adapter=lora"],
     "8b qlora": [
         "model=llama3_8b",

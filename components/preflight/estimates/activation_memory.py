@@ -181,8 +181,11 @@ class BlockActivations:
         )
         return self.again(tokens) + int(max(moments) * self.run.size)
 
-    def first_forward(self, tokens: int) -> int:
-        """Return the bytes at the peak of a forward pass of a block with experts, with what it saves."""
+    def moe_forward_peak(self, tokens: int) -> int:
+        """Return the bytes at the peak of the forward pass of a block with experts.
+
+        They are those of its saved tensors and of its temporaries, before anything is recomputed.
+        """
         if self.run.recompute == "full":
             return self.saved(tokens) + self.forward(tokens)
         further = self.mlp.products if self.kind in self.run.modules else self.mlp.forward

@@ -20,6 +20,11 @@ from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
 
 MEASURE_SECONDS, ROUGH_SECONDS = 0.2, 0.03
 """Seconds for which the peak FLOP/s is measured: for the MFU, and for a rough comparison of dtypes."""
+CPU_SIZES, GPU_SIZES = (256, 1024), (8192,)
+"""Widths of the square matrices of this measurement, from the first that is tried."""
+TOO_LONG = 1.0
+"""Seconds of a matrix product that are too many. A CPU without instructions for half precision takes 2 s for one
+of width 1024 in bf16, and 0.03 s in fp32."""
 
 
 @dataclass(frozen=True)
@@ -191,17 +196,30 @@ def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = MEASURE_SECONDS) -> float:
-    size = 1024 if device.type == "cpu" else 8192
+    """Return the FLOP/s of the fastest of the square matrix products of ``seconds``.
+
+    They are as large as possible, because small ones do not reach the peak.
+    """
+    size, *larger = CPU_SIZES if device.type == "cpu" else GPU_SIZES
+    for next_size in larger:
+        if fastest_product(size, device, dtype, 0.0) * (next_size / size) ** 3 > TOO_LONG:
+            break
+        size = next_size
+    return 2 * size**3 / fastest_product(size, device, dtype, seconds)
+
+
+def fastest_product(size: int, device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """Return the shortest time, in seconds, of a product of two square matrices of width ``size``."""
     a, b = torch.ones(2, size, size, device=device, dtype=dtype)
-    best, deadline = inf, time.perf_counter() + seconds
     torch.mm(a, b)
+    best, deadline = inf, time.perf_counter() + seconds
     while best == inf or time.perf_counter() < deadline:  # once at least, however busy the machine is
         synchronize(device)
         start = time.perf_counter()
         torch.mm(a, b)
         synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return best
 
 
 def synchronize(device: torch.device) -> None:

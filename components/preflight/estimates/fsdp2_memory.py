@@ -80,11 +80,12 @@ class BlockParameters:
     by weights first. 0 without such a matrix."""
     experts: int = 0
     """Trained elements of experts."""
-    apart: int = 0
-    """Elements of ``numel`` that are gathered and reduced apart: the experts, if ep ranks split them."""
-    apart_trained: int = 0
+    ep_numel: int = 0
+    """Elements of ``numel`` in the experts that ep ranks split, and 0 without ep. FSDP shards them over a process
+    group of their own, and gathers and reduces them separately from the rest of the block."""
+    ep_trained: int = 0
     """Elements of ``trained`` of these."""
-    apart_unsharded: int = 0
+    ep_unsharded_trained: int = 0
     """Elements of ``unsharded_trained`` of these."""
     gathers_frozen: bool = True
 
@@ -94,9 +95,9 @@ class BlockParameters:
             return (self.trained + self.initial) * size
         return (self.numel - self.float8) * size + self.float8 + self.quantized_bytes
 
-    def gathered_apart(self, size: int) -> int:
-        """Return the part of ``gathered`` that is gathered apart."""
-        return (self.apart if self.gathers_frozen else self.apart_trained) * size
+    def ep_gathered(self, size: int) -> int:
+        """Return the part of ``gathered`` that ep ranks split, which is gathered separately."""
+        return (self.ep_numel if self.gathers_frozen else self.ep_trained) * size
 
     def dequantized_bytes(self, size: int) -> int:
         """Return the bytes of the largest 4-bit matrix, dequantised for a product, and of its fp32 scales.
@@ -259,9 +260,9 @@ class StepMemory:
         group, and that of the embedding, the last norm and the head, which is freed when the group begins.
         """
         root, first = self.weights.root, self.parts_of(self.group(0))
-        apart = sum(part.gathered_apart(self.size) for part in first)
+        separate = sum(part.ep_gathered(self.size) for part in first)
         return {
-            "gathered": self.gathered(first) - apart + self.sent(root) + self.sent(*first),
+            "gathered": self.gathered(first) - separate + self.sent(root) + self.sent(*first),
             "activations": self.tokens * self.hidden * self.size,
         }
 
@@ -289,7 +290,7 @@ class StepMemory:
         """
         reshards = self.layout.reshard_after_forward
         kept, last = () if reshards else self.weights.blocks, self.parts_of(self.groups[-1])
-        received = self.sent(*last) if passes_back else self.sent_apart(last[-1]) or self.sent(*last)
+        received = self.sent(*last) if passes_back else self.ep_sent(last[-1]) or self.sent(*last)
         gradients = self.accumulated_grads(self.weights.parts) + self.weights.head * FP32
         gradients += self.sharded_grads(len(self.blocks))
         sizes = self.labels, self.hidden, self.vocabulary
@@ -314,17 +315,17 @@ class StepMemory:
     def during_experts(self, number: int) -> Bytes:
         """Return the bytes in the forward pass of the experts of a block.
 
-        The buffer of the last all-gather exists until the next one: that of experts that are gathered apart.
+        The buffer of the last all-gather exists until the next one: that of experts that ep ranks split.
         """
         group, own = self.group(number), self.weights.blocks[number]
         first = group.start if self.layout.reshard_after_forward else 0
         kept = self.weights.blocks[first : group.stop]
-        later = sum(part.gathered_apart(self.size) for part in kept[number + 1 - first :])
+        later = sum(part.ep_gathered(self.size) for part in kept[number + 1 - first :])
         return {
             "gathered": self.gathered(kept)
             - later
-            + (self.sent_apart(own) or self.sent(*self.parts_of(group))),
-            "activations": self.saved(number, resident=0) + self.blocks[number].first_forward(self.tokens),
+            + (self.ep_sent(own) or self.sent(*self.parts_of(group))),
+            "activations": self.saved(number, resident=0) + self.blocks[number].moe_forward_peak(self.tokens),
             "gradients": self.accumulated_grads(self.weights.parts) + self.sharded_grads(len(self.blocks)),
         }
 
@@ -346,16 +347,16 @@ class StepMemory:
             "experts": lambda: block.backward_of_experts(self.tokens, own.experts),
             "norm": lambda: block.backward_of_norm(self.tokens),
         }[part]()
-        trained = sum(each.trained - each.apart_trained for each in blocks[number:end])
+        trained = sum(each.trained - each.ep_trained for each in blocks[number:end])
         if part != "norm":
-            trained -= max(own.before_mlp - own.apart_trained, 0)
+            trained -= max(own.before_mlp - own.ep_trained, 0)
         passing = {
             "gathered": self.gathered_backward(number, part),
             "activations": self.saved(number + 1, resident=2) + activations,
             "dequantized": own.dequantized_bytes(self.size),
             "rounded": self.rounded(self.tokens) if part == "mlp" else 0,
             "gradients": self.sharded_grads(end)
-            + self.sharded_apart(blocks[number + (part != "norm") : end])
+            + self.ep_sharded_grads(blocks[number + (part != "norm") : end])
             + self.accumulated_grads((self.weights.root, *blocks[:end]))
             + (self.weights.head + trained) * self.size
             + self.waiting_grads(number + 1),
@@ -395,7 +396,7 @@ class StepMemory:
     def gathered_backward(self, number: int, part: str) -> int:
         """Return the bytes of gathered weights in the backward pass of a block, with those that are coming.
 
-        Experts that are gathered apart are freed after their own backward pass.
+        Experts that ep ranks split are freed after their own backward pass.
         """
         blocks, group = self.weights.blocks, self.group(number)
         if not self.layout.reshard_after_forward:
@@ -404,21 +405,21 @@ class StepMemory:
         coming = sum(self.sent(*self.parts_of(each)) for each in before)
         coming *= 2 if self.run.device == "cpu" else 1
         freed = blocks[number + (part != "norm") : group.stop]
-        apart = sum(each.gathered_apart(self.size) for each in freed)
-        return self.gathered(self.parts_of(group)) - apart + coming
+        separate = sum(each.ep_gathered(self.size) for each in freed)
+        return self.gathered(self.parts_of(group)) - separate + coming
 
     def sent_grads(self, number: int, part: str) -> int:
         """Return the bytes of gradients that are being sent in the backward pass of a block.
 
-        They are those of the next group, or of the block's own experts if these are reduced apart.
+        They are those of the next group, or of the block's own experts if ep ranks split them.
         """
         own, end = self.weights.blocks[number], self.group(number).stop
-        if own.apart and part == "norm":
-            return self.reduced_bytes(own.apart_trained)
+        if own.ep_numel and part == "norm":
+            return self.reduced_bytes(own.ep_trained)
         if end == len(self.blocks):
             return 0
         return self.reduced_bytes(
-            sum(each.trained - each.apart_trained for each in self.parts_of(self.group(end)))
+            sum(each.trained - each.ep_trained for each in self.parts_of(self.group(end)))
         )
 
     def during_embedding(self) -> Bytes:
@@ -458,7 +459,7 @@ class StepMemory:
         joined = largest_number([tokens] * self.num_microbatches, MAX_TOKENS[self.run.device])
         chunks = head_activations(joined * labels, self.hidden, self.vocabulary, self.run, trained=False)
         groups, ahead = self.layout.groups(weights.blocks), self.layout.prefetch_groups or 0
-        sent = [max(self.sent(*group), *map(self.sent_apart, group)) for group in groups]
+        sent = [max(self.sent(*group), *map(self.ep_sent, group)) for group in groups]
         largest = max(groups, key=lambda group: sum(block.gathered(self.size) for block in group))
         gathered = sum(part.gathered(self.size) for part in (weights.root, *largest))
         gathered += max(sum(sent[number : number + 1 + ahead]) for number in range(len(sent)))
@@ -485,7 +486,7 @@ class StepMemory:
 
     @cached_property
     def groups(self) -> list[range]:
-        """The numbers of the blocks that are gathered together; those of MTP layers are in groups apart."""
+        """The numbers of the blocks that are gathered together; those of MTP layers are in their own groups."""
         main, number = len(self.blocks) - self.num_mtp_layers, len(self.blocks)
         grouped = (*self.layout.groups(range(main)), *self.layout.groups(range(main, number)))
         return [range(each[0], each[-1] + 1) for each in grouped]
@@ -500,14 +501,14 @@ class StepMemory:
     def sent(self, *parts: BlockParameters) -> int:
         """Return the bytes of the buffers from which all-gathers copy the weights of ``parts``.
 
-        Those that are gathered apart are left out.
+        Experts that ep ranks split are left out: see `ep_sent`.
         """
-        each = (part.gathered(self.size) - part.gathered_apart(self.size) for part in parts)
+        each = (part.gathered(self.size) - part.ep_gathered(self.size) for part in parts)
         return sum(each) if self.shards > 1 else 0
 
-    def sent_apart(self, part: BlockParameters) -> int:
-        """Return the bytes of the buffer for the experts of a block, if they are gathered apart."""
-        return part.gathered_apart(self.size) if self.shards > self.layout.ep else 0
+    def ep_sent(self, part: BlockParameters) -> int:
+        """Return the bytes of the buffer from which the experts that ep ranks split are gathered."""
+        return part.ep_gathered(self.size) if self.shards > self.layout.ep else 0
 
     def saved(self, num_blocks: int, resident: int) -> int:
         """Return the bytes of activations of the first ``num_blocks`` blocks on the device.
@@ -554,9 +555,9 @@ class StepMemory:
         trained = sum(part.unsharded_trained for part in parts)
         return 0 if self.offloads else trained * FP32 // self.shards
 
-    def sharded_apart(self, parts: Iterable[BlockParameters]) -> int:
+    def ep_sharded_grads(self, parts: Iterable[BlockParameters]) -> int:
         """Return the bytes of the gradient shards of experts of ``parts`` that are reduced before others."""
-        elements = 0 if self.offloads or self.adds_reduced else sum(part.apart_unsharded for part in parts)
+        elements = 0 if self.offloads or self.adds_reduced else sum(part.ep_unsharded_trained for part in parts)
         return elements * FP32 // self.shards
 
     @property
@@ -625,9 +626,9 @@ def count_block(found: Sequence[Parameter], ep: int, in_float8: Collection[str])
         initial=sum(p.numel for p in found if p.initial),
         before_mlp=before,
         experts=experts,
-        apart=sum(p.numel for p in plain if p.of_experts) if ep > 1 else 0,
-        apart_trained=experts if ep > 1 else 0,
-        apart_unsharded=experts * ep if ep > 1 else 0,
+        ep_numel=sum(p.numel for p in plain if p.of_experts) if ep > 1 else 0,
+        ep_trained=experts if ep > 1 else 0,
+        ep_unsharded_trained=experts * ep if ep > 1 else 0,
     )
 
 

@@ -293,7 +293,7 @@ class StageMemory:
             "activations": self.on_device(self.in_flight, layers=1)
             - self.saved_by_end
             - missing
-            + self.blocks[last].first_forward(self.tokens),
+            + self.blocks[last].moe_forward_peak(self.tokens),
             "gradients": self.between_microbatches,
         }
 
