@@ -218,6 +218,7 @@ def preload(kind: str) -> None:
         importlib.import_module(name)
     if kind != "rehearsal":
         import torch
+
         from components.preflight.estimates.flops import peak_flops
 
         peak_flops(torch.device("cpu"), torch.float32)  # a run of the children would measure it twice

@@ -12,6 +12,8 @@ from components.contracts.engine import EngineOptions
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.mesh import local_shard
 from components.engines.megatron import Megatron
+from components.engines.megatron.compat import gradient_fusion
+from components.engines.shared.added_product import add_product
 from components.models import ModelSpec
 from components.optimizers import AdamW
 from tests.distributed.cases import COMMON, SHAPES, Step, make_engine, next_token, share, step
@@ -25,6 +27,13 @@ def engine_step(on: Megatron, family: str, layout: str, micro_batch: int, **opti
     result = step(engine, share(engine, layout, micro_batch), next_token())
     engine.close()
     return Step(result.loss, result.grad_norm, grads)
+
+
+def num_accumulated(on: Megatron) -> int:
+    """Return how many weight gradients of a step on four micro-batches their matmul accumulates."""
+    with patch.object(gradient_fusion, "add_product", wraps=add_product) as accumulate:
+        engine_step(on, "qwen3", "packed", 2)
+    return accumulate.call_count
 
 
 def odd_vocabulary(on: FSDP2 | Megatron) -> tuple[float, float, int | None]:

@@ -62,6 +62,12 @@ def test_abort_leaves_no_trace(run: Run, name: str, detour: Callable[..., Any]) 
         assert cases.identical(after, state)
 
 
+@pytest.mark.parametrize(("fused", "number"), [(True, 4 * 2 * 4), (False, 0)])
+def test_weight_gradients_are_accumulated_by_their_matmul(fused: bool, number: int) -> None:
+    """Those of four matrices in each of two layers, for each of four micro-batches."""
+    assert megatron_cases.num_accumulated(megatron(dp=1, gradient_accumulation_fusion=fused)) == number
+
+
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [*((name, AdamW(lr=1e-3)) for name in ("single", "dp2", "pp2")), ("single", Muon(lr=1e-3))],

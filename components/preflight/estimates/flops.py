@@ -23,8 +23,8 @@ MEASURE_SECONDS, ROUGH_SECONDS = 0.2, 0.03
 CPU_SIZES, GPU_SIZES = (256, 1024), (8192,)
 """Widths of the square matrices of this measurement, from the first that is tried."""
 TOO_LONG = 1.0
-"""Seconds of a matrix product that are too many. A CPU without instructions for half precision takes 2 s for one
-of width 1024 in bf16, and 0.03 s in fp32."""
+"""Seconds of a matrix product that are too many. One of width 1024 takes 0.03 s in fp32, and in bf16 2 s on a
+CPU without instructions for half precision."""
 
 
 @dataclass(frozen=True)

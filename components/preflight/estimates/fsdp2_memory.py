@@ -81,8 +81,8 @@ class BlockParameters:
     experts: int = 0
     """Trained elements of experts."""
     ep_numel: int = 0
-    """Elements of ``numel`` in the experts that ep ranks split, and 0 without ep. FSDP shards them over a process
-    group of their own, and gathers and reduces them separately from the rest of the block."""
+    """Elements of ``numel`` in experts that ep ranks split; 0 without ep. FSDP shards them over a group of
+    their own, and gathers and reduces them separately from the rest of the block."""
     ep_trained: int = 0
     """Elements of ``trained`` of these."""
     ep_unsharded_trained: int = 0
@@ -322,9 +322,7 @@ class StepMemory:
         kept = self.weights.blocks[first : group.stop]
         later = sum(part.ep_gathered(self.size) for part in kept[number + 1 - first :])
         return {
-            "gathered": self.gathered(kept)
-            - later
-            + (self.ep_sent(own) or self.sent(*self.parts_of(group))),
+            "gathered": self.gathered(kept) - later + (self.ep_sent(own) or self.sent(*self.parts_of(group))),
             "activations": self.saved(number, resident=0) + self.blocks[number].moe_forward_peak(self.tokens),
             "gradients": self.accumulated_grads(self.weights.parts) + self.sharded_grads(len(self.blocks)),
         }
@@ -486,7 +484,7 @@ class StepMemory:
 
     @cached_property
     def groups(self) -> list[range]:
-        """The numbers of the blocks that are gathered together; those of MTP layers are in their own groups."""
+        """The numbers of the blocks that are gathered together. MTP layers are in their own groups."""
         main, number = len(self.blocks) - self.num_mtp_layers, len(self.blocks)
         grouped = (*self.layout.groups(range(main)), *self.layout.groups(range(main, number)))
         return [range(each[0], each[-1] + 1) for each in grouped]
@@ -557,8 +555,9 @@ class StepMemory:
 
     def ep_sharded_grads(self, parts: Iterable[BlockParameters]) -> int:
         """Return the bytes of the gradient shards of experts of ``parts`` that are reduced before others."""
-        elements = 0 if self.offloads or self.adds_reduced else sum(part.ep_unsharded_trained for part in parts)
-        return elements * FP32 // self.shards
+        if self.offloads or self.adds_reduced:
+            return 0
+        return sum(part.ep_unsharded_trained for part in parts) * FP32 // self.shards
 
     @property
     def adds_reduced(self) -> bool:

@@ -1,34 +1,30 @@
-"""Gradients of weights that are added to the main gradients in their matrix product, without Apex.
+"""Weight gradients that are accumulated into the main gradients by their matmul, without Apex.
 
-Megatron (``gradient_accumulation_fusion``) takes this product from a CUDA extension of Apex, which is built
-from source, and which neither a CPU nor a rehearsal can call. torch has the same product.
+Megatron (``gradient_accumulation_fusion``) takes this matmul from a CUDA extension of Apex, which is built
+from source, and which neither a CPU nor a rehearsal can call. torch has the same matmul.
 """
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from types import SimpleNamespace
 
 from torch import Tensor
 
+from components.engines.megatron.compat.patching import Patch
+from components.engines.megatron.compat.patching import install as install_patches
 from components.engines.shared.added_product import add_product
 
-EXTENSION = "fused_weight_gradient_mlp_cuda"
+LAYERS = "megatron.core.tensor_parallel.layers"
 
 
-@contextmanager
-def replaced() -> Iterator[None]:
-    """Let modules that are imported inside the context take the product from here, not from Apex."""
-    stand_in = ModuleType(EXTENSION, __doc__)
-    stand_in.wgrad_gemm_accum_fp32 = add_gradient  # type: ignore[attr-defined]  # main gradients are in fp32
-    installed = sys.modules.get(EXTENSION)
-    sys.modules[EXTENSION] = stand_in
-    try:
-        yield
-    finally:
-        del sys.modules[EXTENSION]
-        if installed is not None:
-            sys.modules[EXTENSION] = installed
+def install() -> None:
+    """Let Megatron's linear layers call `add_gradient`, whether Apex is installed or not."""
+    available = Patch(
+        (f"{LAYERS}._grad_accum_fusion_available",), "The extension is replaced below.", lambda _: True
+    )
+    install_patches([available])
+    from megatron.core.tensor_parallel import layers  # is imported after other patches
+
+    # Main gradients are in fp32.
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_gradient)
 
 
 def add_gradient(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
