@@ -76,7 +76,8 @@ class Resume:
     """Whether to read every byte of the checkpoint and compare checksums. Sizes are always compared."""
     force: bool = False
     evaluates: bool = False
-    """Whether the run only evaluates. Its stage may then be another one, without a reference model."""
+    """Whether the run only evaluates. Its stage may then be another one, without a reference model, and the
+    checkpoint may hold only weights."""
 
     def resolve(
         self,
@@ -100,8 +101,13 @@ class Resume:
         point = find_checkpoint("checkpoint.resume", self.mode) if named else newest_of_runs(runs, accepts)
         if point is not None:
             meta = verify_checkpoint(point, checksums=self.verify)
-            if self.evaluates and identity.reference is None:
-                identity = replace(identity, reference=meta.identity.get("reference"))
+            if self.evaluates:
+                identity = for_evaluation(identity, meta)
+            elif meta.model_only:
+                raise ConfigError(
+                    f"checkpoint.resume: {point} holds only weights (checkpoint.model_only=true); nothing "
+                    "can resume from it, and checkpoint.init_from starts a new run with them."
+                )
             check_same_run(point, meta, identity, force=self.force)
         return point
 
@@ -212,12 +218,13 @@ def metadata_damage(point: Path) -> str | None:
     return None
 
 
+def for_evaluation(identity: RunIdentity, meta: CheckpointMeta) -> RunIdentity:
+    """Return ``identity`` with what an evaluation does not need taken from the checkpoint."""
+    theirs = meta.identity.get("reference") if identity.reference is None else identity.reference
+    return replace(identity, reference=theirs, optimizer=meta.identity.get("optimizer", identity.optimizer))
+
+
 def check_same_run(point: Path, meta: CheckpointMeta, identity: RunIdentity, *, force: bool) -> None:
-    if meta.model_only:
-        raise ConfigError(
-            f"checkpoint.resume: {point} holds only weights (checkpoint.model_only=true); nothing can "
-            "resume from it."
-        )
     ours = asdict(identity)
     for key, remedy in REMEDIES.items():
         theirs = meta.identity.get(key)

@@ -132,8 +132,12 @@ class Engine(LossEngine, Protocol):
         engine's memory and are valid until the next step.
         """
 
-    def load(self, path: Path) -> None:
-        """Load a checkpoint of the ``tensors`` of any engine in any layout."""
+    def load(self, path: Path, *, model_only: bool = False) -> None:
+        """Load a checkpoint of the ``tensors`` of any engine in any layout.
+
+        With ``model_only``, only the weights are loaded, those for evaluations if the optimizer trained
+        others, and no optimizer state is allocated.
+        """
 
     def export(self, path: Path) -> None:
         """Write a Hugging Face model folder (weights and config) in the dtype of the run."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from components.checkpoint.dcp import EVALUATED
+from components.checkpoint.dcp import evaluated_kind
 from components.checkpoint.folder import read_meta
 from components.checkpoint.reader import StoredTensors
 from components.contracts.configs import WeightSource
@@ -45,8 +45,8 @@ def checkpoint_weights(
         ConfigError: (naming ``option``) if a tensor is missing, superfluous or of another shape.
     """
     tensors = StoredTensors(folder)
-    if kind == "model" and tensors.shapes(EVALUATED):
-        kind = EVALUATED
+    if kind == "model":
+        kind = evaluated_kind(folder)
     stored = tensors.shapes(kind)
     if without_further is not None:
         kept = set(unused_names(stored, without_further))

@@ -20,6 +20,7 @@ from components.checkpoint import (
     is_run_folder,
     newest_of_runs,
     newest_valid,
+    read_meta,
     verify_checkpoint,
 )
 from components.contracts.configs import AdapterConfig, ModelConfig, Prepared
@@ -204,6 +205,11 @@ class RunPreparation:
             resume = asked.resolve(Path(run.output_dir), run.name, identity, self.may_continue)
         if resume is not None:
             TrainState.read(resume)
+            if self.reference.sync_every and read_meta(resume).model_only:
+                raise ConfigError(
+                    f"checkpoint.resume: {resume} holds only weights, and not those of the reference model, "
+                    "which stage.sync_reference_every changed; evaluate another checkpoint."
+                )
         # The same run was checked at its first start.
         if saved is not None:
             return resume

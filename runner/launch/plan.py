@@ -28,9 +28,10 @@ def print_forecast(launch: RunPreparation, found: PreparedRun) -> float:
     folder = launch.preflight_folder()
     (folder / "preflight.json").write_text(report.to_json())
     console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)
+    evaluates = launch.experiment.run.evaluate_only
     if ahead.mode == "only" and case.device.certain:
-        check_fits(case)
-    elif ahead.mode == "only" and not case.fits():
+        check_fits(case, evaluates=evaluates)
+    elif ahead.mode == "only" and not evaluates and not case.fits():
         console.print(
             "It does not fit this machine; preflight.device_name=H100 estimates another.", highlight=False
         )

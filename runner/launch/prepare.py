@@ -44,8 +44,9 @@ def prepare(launch: RunPreparation) -> Path:
     chooses_size = launch.experiment.run.micro_batch_size == "auto"
     launch, found = inspect(launch)
     point, console = launch.where.sweep_job, launch.console
+    evaluates = launch.experiment.run.evaluate_only
     if found.candidate is not None:
-        check_fits(found.candidate)
+        check_fits(found.candidate, evaluates=evaluates)
     forecast = survey(found.candidate, launch.config)
     folder, record = open_folder(launch, found)
     if point is not None:
@@ -67,7 +68,7 @@ def prepare(launch: RunPreparation) -> Path:
         identity=vars(found.identity),
         reference=reference,
         auto_micro_batch_size=launch.experiment.run.rows_per_microbatch if chooses_size else None,
-        peak_memory=PeakMemory(None if found.candidate is None else found.candidate.peak.total),
+        peak_memory=PeakMemory(None if evaluates or found.candidate is None else found.candidate.peak.total),
         data=found.data.to_json(),
         results=record.results,
         engine_facts=record.engine_facts,
@@ -79,7 +80,7 @@ def prepare(launch: RunPreparation) -> Path:
     found.data.write_samples(folder, launch.experiment.model.load_tokenizer())
     (folder / "preflight.json").write_text(forecast.to_json())
     shown = point is None or point.is_first_with(audit)
-    table = found.data.audit.render(evaluates=launch.experiment.run.evaluate_only)
+    table = found.data.audit.render(evaluates=evaluates)
     data = table if shown else "data        as in an earlier job of the sweep: audit.json"
     console.print(data, forecast.render(), sep="\n")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)

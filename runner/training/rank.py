@@ -303,7 +303,7 @@ def build_loop(
     point = record.checkpoint
     if point is not None:
         watchdog.beat(f"loading {point}")
-        engine.load(point)
+        engine.load(point, model_only=run.evaluate_only)
         state = TrainState.read(point)
         if not run.evaluate_only:
             log.info("resumed from step %d of %s", state.step, point)

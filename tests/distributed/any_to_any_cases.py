@@ -204,8 +204,8 @@ def saving_what_is_loaded(path: Path) -> Iterator[None]:
         engine: Any = build_engine(*args)
         load = engine.load
 
-        def load_and_save(point: Path) -> None:
-            load(point)
+        def load_and_save(point: Path, **options: bool) -> None:
+            load(point, **options)
             path.mkdir(exist_ok=True)
             save(engine, path)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.adapters import LoRA
+from components.checkpoint.dcp import save_tensors
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.engine import StepResult
 from components.contracts.errors import TrainingError
@@ -118,6 +119,24 @@ def state_of_a_trial(on: Layout, optimizer: Optimizer) -> tuple[int, int, bool]:
     changed = step(engine, share(engine, "packed", 2), loss) != expected or state_size(engine) != after
     engine.close()
     return within, after, changed
+
+
+def loaded_for_evaluation(on: Layout, optimizer: Optimizer, folder: Path) -> tuple[bool, int]:
+    """Evaluate an engine that has taken a step, and one that has loaded only its weights.
+
+    Return whether the results are the same, and the elements of the second engine's optimizer state.
+    """
+    engine, loss = make_engine(on=on, optimizer=optimizer), next_token()
+    first = engine.evaluate([share(engine, "packed", 2)], loss)
+    step(engine, share(engine, "packed", 2), loss, lr=1e-1)
+    trained = engine.evaluate([share(engine, "packed", 2)], loss)
+    save_tensors(folder, engine.tensors())
+    engine.close()
+    engine = make_engine(on=on, optimizer=optimizer)
+    engine.load(folder, model_only=True)
+    found, size = engine.evaluate([share(engine, "packed", 2)], loss), state_size(engine)
+    engine.close()
+    return found == trained != first, size
 
 
 def state_size(engine: Any) -> int:

@@ -4,10 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree
 
 from components.adapters import LoRA
 from components.engines.fsdp2 import FSDP2
@@ -77,6 +79,25 @@ def test_a_trial_has_the_state_of_later_steps(run: Run, name: str, optimizer: Op
     for within, after, changed in run(cases.state_of_a_trial, LAYOUTS[name], optimizer):
         assert within == after > 0
         assert not changed
+
+
+@pytest.mark.parametrize(
+    ("on", "optimizer"),
+    [
+        (fsdp2(dp=2), AdamW(lr=1e-3)),
+        (fsdp2(), TorchClass(AdamWScheduleFree, 1e-3)),
+        (LAYOUTS["dp2"], AdamW(lr=1e-3)),
+        (LAYOUTS["pp2"], AdamW(lr=1e-3)),
+        (LAYOUTS["tp2sp"], Muon(lr=1e-3)),
+    ],
+    ids=["fsdp2", "averaged", "dp2", "pp2", "muon"],
+)
+def test_an_evaluation_loads_only_weights(
+    run: Run, tmp_path: Path, on: FSDP2 | Megatron, optimizer: Optimizer
+) -> None:
+    for same, state in run(cases.loaded_for_evaluation, on, optimizer, tmp_path):
+        assert same
+        assert not state
 
 
 def test_a_trial_with_a_class_that_keeps_no_state(run: Run) -> None:

@@ -114,6 +114,31 @@ def test_a_run_is_evaluated_to_the_bit(
         assert not re.search(rf"\b{word}", told), told
 
 
+def test_a_checkpoint_of_only_weights_is_evaluated(
+    tmp_path: Path, chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained_on(tmp_path, chats, "checkpoint.model_only=true", "optimizer=sgd")
+    row = evaluated(tmp_path / "own", f"checkpoint={run}")
+    assert row == rows(run, "eval/loss")[-1]
+    capsys.readouterr()
+    assert call_here(*SMALL, f"checkpoint.resume={run}") == 2
+    assert "holds only weights (checkpoint.model_only=true)" in capsys.readouterr().err
+
+
+def test_an_evaluation_needs_memory_for_weights(
+    tmp_path: Path, single: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a train step is refused for want of memory, the weights alone may fit."""
+    words = [f"checkpoint={single}", f"run.output_dir={tmp_path}"]
+    weights = json.loads((single / "preflight.json").read_text())["memory"][0]["weights"] / 2**20
+    enough, short = (f"preflight.device_memory={share * weights:.3f}MiB" for share in (1.1, 0.5))
+    assert call_here(*SMALL, enough) == 2
+    assert call_here(*evaluation([*words, enough])) == 0
+    assert json.loads((newest(tmp_path) / "run.json").read_text())["peak_memory"]["estimated"] is None
+    assert call_here(*evaluation([*words, short])) == 2
+    assert "the weights need" in capsys.readouterr().err
+
+
 def test_an_evaluation_that_a_signal_stops_has_no_result(
     tmp_path: Path, single: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -244,11 +244,14 @@ class FSDP2Engine(TrainStepEngine):
             tensors |= {EVALUATED + key.removeprefix("model"): tensor for key, tensor in weights.items()}
         return tensors | scale_tensors(self.loss_scale)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, model_only: bool = False) -> None:
         if self.synced:
             load_tensors(path, state_dict.weight_tensors(self.synced, "reference"))
-        load_scale(path, self.loss_scale)
-        state_dict.load(path, self.stored, self.biases, self.optimizer, dist.get_rank(), self.device)
+        if model_only:
+            state_dict.load_weights(path, self.stored, self.biases)
+        else:
+            load_scale(path, self.loss_scale)
+            state_dict.load(path, self.stored, self.biases, self.optimizer, dist.get_rank(), self.device)
         self._update_scales()
 
     def export(self, path: Path) -> None:

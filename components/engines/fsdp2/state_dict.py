@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from components.checkpoint.dcp import load_tensors, saved_keys
+from components.checkpoint.dcp import evaluated_kind, load_tensors, saved_keys
 from components.engines.fsdp2.param_views import ParamView
 from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
 from components.engines.shared.whole_weights import WholeWeightOptimizer
@@ -53,13 +53,19 @@ def load(
     restore_rng({name: tensors[name] for name in rng if name in tensors})
 
 
+def load_weights(path: Path, weights: Weights, biases: Mapping[str, Tensor]) -> None:
+    """Restore only the weights, those for evaluations if the optimizer trained others."""
+    kind = evaluated_kind(path)
+    load_tensors(path, weight_tensors(weights, kind) | bias_tensors(biases, kind))
+
+
 def weight_tensors(weights: Weights, kind: str = "model") -> dict[str, Tensor]:
     return {f"{kind}/{w.name}": w.slices(w.parameter.detach()) for w in weights}
 
 
-def bias_tensors(biases: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def bias_tensors(biases: Mapping[str, Tensor], kind: str = "model") -> dict[str, Tensor]:
     """Return the router biases, which have no gradient but may change in training, by key."""
-    return {f"model/{name}": bias for name, bias in biases.items()}
+    return {f"{kind}/{name}": bias for name, bias in biases.items()}
 
 
 def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:

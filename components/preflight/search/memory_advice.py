@@ -39,11 +39,15 @@ class Variation:
         return Variation(case, {**self.overrides, **texts}, self.alters or alters)
 
 
-def check_fits(case: Candidate) -> None:
+def check_fits(case: Candidate, *, evaluates: bool = False) -> None:
     """Raise ConfigError if a rank needs more memory than it has.
 
-    The message contains the largest part of the memory and the cheapest remedies.
+    The message contains the largest part of the memory and the cheapest remedies. For a run that only
+    evaluates, the weights are compared with the memory, because nothing else is estimated.
     """
+    if evaluates:
+        check_weights_fit(case)
+        return
     most = case.peak
     if most.total <= case.memory_budget:
         return
@@ -57,6 +61,18 @@ def check_fits(case: Candidate) -> None:
         f"({case.device.name}); the largest part is {part} ({as_size(most.parts[part])}). "
         + (f"What fits, the cheapest first: {remedies}; or set {REALLY}." if remedies else NOTHING)
     )
+
+
+def check_weights_fit(case: Candidate) -> None:
+    """Raise ConfigError if the weights need more memory than a rank has."""
+    kept = ("weights", "reference")
+    most = max(sum(rank.parts.get(name, 0) for name in kept) for rank in case.memory)
+    if most > case.memory_budget:
+        raise ConfigError(
+            f"preflight.device_memory: the weights need {as_size(most)} on a rank, which has "
+            f"{as_size(case.device.memory)} ({case.device.name}); use a layout with more ranks, such as "
+            f"parallelism=fsdp2 parallelism.dp=N, or set {REALLY}."
+        )
 
 
 REALLY = "preflight.device_memory to the actual memory (fused kernels need less than is estimated)"

@@ -252,10 +252,13 @@ class MegatronEngine(TrainStepEngine):
             tensors |= state_dict.reference_tensors(self.kept)
         return tensors | scale_tensors(self.loss_scale)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, model_only: bool = False) -> None:
         self.gather_parameters()  # a pending all-gather would overwrite the loaded parameters
-        load_scale(path, self.loss_scale)
-        state_dict.load(path, self.blocks, self.stored, self.update, self.device)
+        if model_only:
+            state_dict.load_model(path, self.blocks, self.stored, self.update)
+        else:
+            load_scale(path, self.loss_scale)
+            state_dict.load(path, self.blocks, self.stored, self.update, self.device)
         if self.options.sync_reference:
             source = StoredTensors(path)
             load_weights(self.kept, lambda name, index=(): source.read(f"reference/{name}", index))

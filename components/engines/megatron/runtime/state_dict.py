@@ -1,6 +1,6 @@
 """The tensors of a checkpoint, under names that are the same for every engine and layout."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
-from components.checkpoint.dcp import load_tensors, saved_keys
+from components.checkpoint.dcp import evaluated_kind, load_tensors, saved_keys
 from components.checkpoint.flat_shard import FlatShard
 from components.checkpoint.reader import StoredTensors
 from components.engines.megatron.runtime.hf_weights import (
@@ -33,12 +33,13 @@ twice."""
 
 Piece = tuple[nn.Parameter, str]
 """A parameter and the kind of its state: ``model`` or the name of a moment."""
+Update = MegatronOptimizers | WholeWeightUpdate
 
 
 def saved_tensors(
     blocks: HFTensorSlices,
     stored: HFTensorSlices,
-    update: MegatronOptimizers | WholeWeightUpdate,
+    update: Update,
     device: torch.device,
     *,
     model_only: bool,
@@ -137,7 +138,7 @@ def load(
     path: Path,
     blocks: HFTensorSlices,
     stored: HFTensorSlices,
-    update: MegatronOptimizers | WholeWeightUpdate,
+    update: Update,
     device: torch.device,
 ) -> None:
     """Restore the state from a checkpoint that any engine wrote on any number of ranks.
@@ -163,12 +164,24 @@ def load_optimizer(path: Path, blocks: HFTensorSlices, update: MegatronOptimizer
     update.make_moments()
     step = torch.zeros(1)
     load_tensors(path, {UPDATES: step})
-    kinds = ("model", *update.moments)
-    kept = 4 * len(kinds) * sum(parameter.numel() for parameter in blocks)
-    sharded_over = update.shards
-    for some in load_batches(blocks, kinds, min(LOAD_BYTES, LOAD_SHARE * kept / sharded_over)):
-        load_pieces(path, blocks, some, update)
+    load_states(path, blocks, update, {kind: kind for kind in ("model", *update.moments)}, update.shards)
     update.set_step(int(step.item()))
+
+
+def load_model(path: Path, blocks: HFTensorSlices, stored: HFTensorSlices, update: Update) -> None:
+    """Restore only the weights, those for evaluations if the optimizer trained others."""
+    kind, source = evaluated_kind(path), StoredTensors(path)
+    load_weights(stored, lambda name, index=(): source.read(f"{kind}/{name}", index))
+    load_states(path, blocks, update, {"model": kind})
+
+
+def load_states(
+    path: Path, blocks: HFTensorSlices, update: Update, kinds: Mapping[str, str], sharded_over: int = 1
+) -> None:
+    """Restore states of all parameters: of each kind, from the kind of the checkpoint's tensors."""
+    kept = 4 * len(kinds) * sum(parameter.numel() for parameter in blocks)
+    for some in load_batches(blocks, tuple(kinds), min(LOAD_BYTES, LOAD_SHARE * kept / sharded_over)):
+        load_pieces(path, blocks, some, update, kinds)
 
 
 def load_batches(blocks: HFTensorSlices, kinds: Sequence[str], limit: float) -> Iterator[list[Piece]]:
@@ -190,7 +203,7 @@ def load_batches(blocks: HFTensorSlices, kinds: Sequence[str], limit: float) -> 
 
 
 def load_pieces(
-    path: Path, blocks: HFTensorSlices, pieces: Sequence[Piece], update: MegatronOptimizers
+    path: Path, blocks: HFTensorSlices, pieces: Sequence[Piece], update: Update, kinds: Mapping[str, str]
 ) -> None:
     meshes = TPMeshes("cpu")
     targets: dict[str, Tensor] = {}
@@ -201,7 +214,7 @@ def load_pieces(
         whole = wholes[parameter, kind] = torch.zeros(parameter.shape)
         for member in blocks[parameter]:
             part = member.read(whole).contiguous()
-            targets[f"{kind}/{member.name}"] = as_dtensor(member, part, meshes.of(member))
+            targets[f"{kinds[kind]}/{member.name}"] = as_dtensor(member, part, meshes.of(member))
             copies.append((member, whole, part))
     load_tensors(path, targets, together=False)
     for member, whole, part in copies:
