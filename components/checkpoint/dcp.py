@@ -80,11 +80,6 @@ def saved_keys(path: Path) -> set[str]:
     return set(read_metadata(path).state_dict_metadata)
 
 
-def evaluated_kind(path: Path) -> str:
-    """Return the kind of weights for evaluations: ``EVALUATED`` if the checkpoint has it, or ``model``."""
-    return EVALUATED if any(key.startswith(f"{EVALUATED}/") for key in saved_keys(path)) else "model"
-
-
 def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """All-gather a picklable value, ordered by rank; collective if there is a process group."""
     if not dist.is_initialized():

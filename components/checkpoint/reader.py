@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from components.checkpoint.dcp import EVALUATED
 from components.checkpoint.safe_reader import CheckpointReader
 from components.contracts.errors import ConfigError
 
@@ -26,6 +27,11 @@ class StoredTensors:
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         found = metadata.state_dict_metadata.items()
         self._stored = {key: meta for key, meta in found if isinstance(meta, TensorStorageMetadata)}
+
+    @property
+    def kind_to_evaluate(self) -> str:
+        """The kind of the weights to evaluate: ``EVALUATED`` if the checkpoint has it, or else ``model``."""
+        return EVALUATED if self.shapes(EVALUATED) else "model"
 
     def shapes(self, kind: str) -> dict[str, torch.Size]:
         """Return the full (unsharded) shapes of the tensors ``<kind>/<name>``, by name."""

@@ -135,8 +135,8 @@ class Engine(LossEngine, Protocol):
     def load(self, path: Path, *, model_only: bool = False) -> None:
         """Load a checkpoint of the ``tensors`` of any engine in any layout.
 
-        With ``model_only``, only the weights are loaded, those for evaluations if the optimizer trained
-        others, and no optimizer state is allocated.
+        With ``model_only``, only the weights to evaluate are loaded: the average of an optimizer such as
+        schedule-free AdamW, or else the trained weights. No optimizer state is allocated.
         """
 
     def export(self, path: Path) -> None:

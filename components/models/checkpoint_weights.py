@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from components.checkpoint.dcp import evaluated_kind
 from components.checkpoint.folder import read_meta
 from components.checkpoint.reader import StoredTensors
 from components.contracts.configs import WeightSource
@@ -46,7 +45,7 @@ def checkpoint_weights(
     """
     tensors = StoredTensors(folder)
     if kind == "model":
-        kind = evaluated_kind(folder)
+        kind = tensors.kind_to_evaluate
     stored = tensors.shapes(kind)
     if without_further is not None:
         kept = set(unused_names(stored, without_further))

@@ -125,10 +125,19 @@ def test_a_checkpoint_of_only_weights_is_evaluated(
     assert "holds only weights (checkpoint.model_only=true)" in capsys.readouterr().err
 
 
+def test_only_weights_lack_a_reference_that_was_synced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    synced = ("stage=dpo", "stage.sync_reference_every=2", "stage.sync_reference_mixup=0.5")
+    run = run_here(tmp_path, *SMALL, *synced, "checkpoint.model_only=true", "data.max_samples=16")
+    assert call_here(*evaluation([f"checkpoint={run}"])) == 2
+    assert "and not those of the reference model" in capsys.readouterr().err
+
+
 def test_an_evaluation_needs_memory_for_weights(
     tmp_path: Path, single: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where a train step is refused for want of memory, the weights alone may fit."""
+    """The weights fit into a memory that is too small for a train step."""
     words = [f"checkpoint={single}", f"run.output_dir={tmp_path}"]
     weights = json.loads((single / "preflight.json").read_text())["memory"][0]["weights"] / 2**20
     enough, short = (f"preflight.device_memory={share * weights:.3f}MiB" for share in (1.1, 0.5))

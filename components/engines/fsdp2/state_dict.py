@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from components.checkpoint.dcp import evaluated_kind, load_tensors, saved_keys
+from components.checkpoint.dcp import load_tensors, saved_keys
+from components.checkpoint.reader import StoredTensors
 from components.engines.fsdp2.param_views import ParamView
 from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
 from components.engines.shared.whole_weights import WholeWeightOptimizer
@@ -54,8 +55,12 @@ def load(
 
 
 def load_weights(path: Path, weights: Weights, biases: Mapping[str, Tensor]) -> None:
-    """Restore only the weights, those for evaluations if the optimizer trained others."""
-    kind = evaluated_kind(path)
+    """Restore the weights to evaluate, and neither optimizer state nor random states.
+
+    They are the average of an optimizer such as schedule-free AdamW, or else the trained weights. ``biases``
+    are the router biases.
+    """
+    kind = StoredTensors(path).kind_to_evaluate
     load_tensors(path, weight_tensors(weights, kind) | bias_tensors(biases, kind))
 
 

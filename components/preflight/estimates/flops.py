@@ -21,10 +21,10 @@ from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
 MEASURE_SECONDS, ROUGH_SECONDS = 0.2, 0.03
 """Seconds for which the peak FLOP/s is measured: for the MFU, and for a rough comparison of dtypes."""
 CPU_SIZES, GPU_SIZES = (256, 1024), (8192,)
-"""Widths of the square matrices of this measurement, from the first that is tried."""
+"""Widths of the square matrices that are multiplied to measure the peak, in ascending order."""
 TOO_LONG = 1.0
-"""Seconds of a matrix product that are too many. One of width 1024 takes 0.03 s in fp32, and in bf16 2 s on a
-CPU without instructions for half precision."""
+"""A width is left out if one product would take longer than these seconds. Width 1024 takes 0.03 s in fp32,
+and 2 s in bf16 on a CPU without instructions for half precision."""
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,9 @@ def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = MEASURE_SECONDS) -> float:
-    """Return the FLOP/s of the fastest of the square matrix products of ``seconds``.
+    """Return the FLOP/s of the fastest of the matrix products that are computed within ``seconds``.
 
-    They are as large as possible, because small ones do not reach the peak.
+    Their width is the largest one that is not too slow, because small matrices do not reach the peak.
     """
     size, *larger = CPU_SIZES if device.type == "cpu" else GPU_SIZES
     for next_size in larger:

@@ -81,8 +81,8 @@ class BlockParameters:
     experts: int = 0
     """Trained elements of experts."""
     ep_numel: int = 0
-    """Elements of ``numel`` in experts that ep ranks split; 0 without ep. FSDP shards them over a group of
-    their own, and gathers and reduces them separately from the rest of the block."""
+    """Elements of ``numel`` that are this rank's share of experts divided over ep ranks; 0 with ep 1. FSDP
+    shards, gathers and reduces them in a process group of their own."""
     ep_trained: int = 0
     """Elements of ``trained`` of these."""
     ep_unsharded_trained: int = 0

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
-from components.checkpoint.dcp import evaluated_kind, load_tensors, saved_keys
+from components.checkpoint.dcp import load_tensors, saved_keys
 from components.checkpoint.flat_shard import FlatShard
 from components.checkpoint.reader import StoredTensors
 from components.engines.megatron.runtime.hf_weights import (
@@ -34,6 +34,7 @@ twice."""
 Piece = tuple[nn.Parameter, str]
 """A parameter and the kind of its state: ``model`` or the name of a moment."""
 Update = MegatronOptimizers | WholeWeightUpdate
+"""The optimizer of an engine."""
 
 
 def saved_tensors(
@@ -169,8 +170,12 @@ def load_optimizer(path: Path, blocks: HFTensorSlices, update: MegatronOptimizer
 
 
 def load_model(path: Path, blocks: HFTensorSlices, stored: HFTensorSlices, update: Update) -> None:
-    """Restore only the weights, those for evaluations if the optimizer trained others."""
-    kind, source = evaluated_kind(path), StoredTensors(path)
+    """Restore the weights to evaluate, and neither optimizer state nor random states.
+
+    They are the average of an optimizer such as schedule-free AdamW, or else the trained weights.
+    """
+    source = StoredTensors(path)
+    kind = source.kind_to_evaluate
     load_weights(stored, lambda name, index=(): source.read(f"{kind}/{name}", index))
     load_states(path, blocks, update, {"model": kind})
 
@@ -178,7 +183,11 @@ def load_model(path: Path, blocks: HFTensorSlices, stored: HFTensorSlices, updat
 def load_states(
     path: Path, blocks: HFTensorSlices, update: Update, kinds: Mapping[str, str], sharded_over: int = 1
 ) -> None:
-    """Restore states of all parameters: of each kind, from the kind of the checkpoint's tensors."""
+    """Restore states of all parameters.
+
+    ``kinds`` maps each kind of state to the kind of tensors in the checkpoint from which it is restored.
+    ``sharded_over`` is the number of ranks that share the states.
+    """
     kept = 4 * len(kinds) * sum(parameter.numel() for parameter in blocks)
     for some in load_batches(blocks, tuple(kinds), min(LOAD_BYTES, LOAD_SHARE * kept / sharded_over)):
         load_pieces(path, blocks, some, update, kinds)
