@@ -122,13 +122,15 @@ def state_of_a_trial(on: Layout, optimizer: Optimizer) -> tuple[int, int, bool]:
 
 
 def loaded_for_evaluation(on: Layout, optimizer: Optimizer, folder: Path) -> tuple[bool, int]:
-    """Evaluate an engine that has taken a step, and one that has loaded only its weights.
+    """Evaluate an engine that has taken two steps, and one that has loaded only its weights.
 
+    After one step, schedule-free AdamW's average would be the trained weights.
     Return whether the results are the same, and the elements of the second engine's optimizer state.
     """
     engine, loss = make_engine(on=on, optimizer=optimizer), next_token()
     first = engine.evaluate([share(engine, "packed", 2)], loss)
-    step(engine, share(engine, "packed", 2), loss, lr=1e-1)
+    for _ in range(2):
+        step(engine, share(engine, "packed", 2), loss, lr=1e-1)
     trained = engine.evaluate([share(engine, "packed", 2)], loss)
     save_tensors(folder, engine.tensors())
     engine.close()
