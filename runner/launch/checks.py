@@ -31,13 +31,12 @@ from components.loggers import terminal
 from components.preflight import checks
 from components.preflight.engine_layouts import known_parts
 from components.preflight.estimates.device_specs import find_device
-from components.preflight.estimates.flops import slowdown
 from components.preflight.eval_metrics import check_watched_metric, check_watched_set
 from components.preflight.search.candidate import Candidate
 from components.rank_info import RankInfo, check_place
 from components.reference.source import ReferenceSource, about_reference, resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
-from runner.config.run_config import RunConfig, watched_metric
+from runner.config.run_config import watched_metric
 from runner.config.sources import ConfigSources
 from runner.launch.restart import begun_by_this_job
 from runner.launch.run_dir import create_run_folder, read_run_config, write_config
@@ -53,8 +52,6 @@ LARGE_RATE = 1e-3
 """Lowest learning rate that is reported as too large for most pretrained models."""
 READ_BY_STEPS = ("profiler.enabled", "run.target_loss", "run.trial_step")
 """Options that have no effect without train steps."""
-SLOW = 2.0
-"""Lowest ratio of the time of a matrix product to that in fp32 for which a dtype is reported as slow."""
 
 
 @dataclass(frozen=True)
@@ -362,8 +359,7 @@ def check_launch(
     place = RankInfo.read()
     checks.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=place.launched)
     checks.check_forecast(ahead.mode, experiment.parallelism, run.dtype)
-    proves = ahead.mode == "prove"
-    device = "cpu" if proves else checks.resolve_device(run.device, ahead.device_name)
+    device = "cpu" if ahead.mode == "prove" else checks.resolve_device(run.device, ahead.device_name)
     gpus = 0 if device == "cpu" else torch.accelerator.device_count()
     world_size = experiment.parallelism.world_size(os.environ, gpus)
     local_ranks = place.local_world_size if place.launched else world_size
@@ -384,7 +380,7 @@ def check_launch(
         world_size=world_size,
         local_ranks=local_ranks,
         console=terminal(experiment.logger),
-        notes=(*notes, *(() if proves else slow_dtype(run, device)), *large_rate(experiment, where)),
+        notes=(*notes, *large_rate(experiment, where)),
     )
     if ahead.mode in ("only", "rehearse") and not where.given("run.global_batch_size"):
         return with_assumed_batch(launch)
@@ -512,17 +508,6 @@ def with_assumed_gpu(experiment: Experiment) -> tuple[Experiment, tuple[str, ...
         return experiment, ()
     note = f"preflight.device_name is not given, and {ASSUMED_GPU} is assumed"
     return replace(experiment, preflight=replace(ahead, device_name=ASSUMED_GPU)), (note,)
-
-
-def slow_dtype(run: RunConfig, device: DeviceKind) -> tuple[str, ...]:
-    """Return the sentence to print if matrix products in the run's dtype are slow on this CPU."""
-    if device != "cpu" or run.dtype not in ("bf16", "fp16"):  # fp8 computes in fp32
-        return ()
-    slower = slowdown(DTYPES[run.dtype])
-    if slower < SLOW:
-        return ()
-    what = f"a matrix product in {run.dtype} takes {slower:.0f} times as long as in fp32 on this CPU"
-    return (f"run.dtype: {what}; run.dtype=fp32 is faster here",)
 
 
 def large_rate(experiment: Experiment, where: ConfigSources) -> tuple[str, ...]:

@@ -18,9 +18,10 @@ from tests.distributed.cases import make_engine, next_token, plain_model, sequen
 from tests.distributed.gradients import capture
 
 STEPS = 10
-FIRST_SEED = 160
+FIRST_SEED = 600
 """Seed of the data of the first step. With it, in fp32, the largest gradient of a weight or layer is never
-closer than 10 % to the largest number of fp16, so that rounding decides no skip."""
+closer than 10 % to the largest number of fp16, so that rounding decides no skip. No token is so close to a
+tie between two experts that the layouts of test_fp16_steps.py send it to different ones."""
 SCALING = LossScaling(initial=2.0**20, growth_interval=3)
 """The first steps overflow. Then the scale is doubled after three steps, which leads to another overflow."""
 OPTIMIZER = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0)

@@ -16,6 +16,7 @@ from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.fsdp2.lora import check as adapter_check
 from components.engines.fsdp2.parallelize import decoder_blocks, mlp_kinds
 from components.engines.shared import process_group
+from components.engines.shared.half_matmul import avoid_slow_products
 from components.engines.shared.parallel_dims import divisors, suggest_sizes, world_size
 from components.engines.shared.recomputation import check_modules, check_recomputed
 from components.models import ModelSpec
@@ -92,6 +93,7 @@ class FSDP2(FSDP2Layout):
 
     def build(self, model: ModelSpec, optimizer: Optimizer, options: EngineOptions) -> FSDP2Engine:
         """Join the process group and build this rank's engine; collective over all ranks."""
+        avoid_slow_products(options.device, options.dtype)
         with process_group.joined(options.device, options.timeout_s) as device:
             return FSDP2Engine(model, optimizer, self, options, device)
 

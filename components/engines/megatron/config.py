@@ -14,6 +14,7 @@ from components.engines.megatron import float8
 from components.engines.megatron.checks import check_keys, check_run
 from components.engines.megatron.layout import Layout
 from components.engines.shared import process_group
+from components.engines.shared.half_matmul import avoid_slow_products
 from components.engines.shared.parallel_dims import world_size
 from components.models import ModelSpec
 from components.optimizers import Optimizer
@@ -78,5 +79,6 @@ class Megatron(Layout):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         from components.engines.megatron.runtime.engine import MegatronEngine
 
+        avoid_slow_products(options.device, options.dtype)
         with process_group.joined(options.device, options.timeout_s) as device:
             return MegatronEngine(model, optimizer, self, options, device)

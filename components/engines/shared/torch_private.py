@@ -101,6 +101,14 @@ def has_cpp_compiler() -> bool:
     return True
 
 
+def has_fast_product(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies matrices in ``dtype``, bf16 or fp16, on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
+
+
 def has_run(root: FSDPModule) -> bool:
     """Return whether a forward pass of ``root`` has begun; FSDP marks the root module in the first one."""
     return root._get_fsdp_state()._is_root is not None

@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 
 from components.contracts.device import DeviceKind
+from components.engines.shared.half_matmul import converts
 from components.engines.shared.recomputation import Module
 from components.engines.shared.sdpa import CPU_ROWS
 from components.engines.shared.token_log_probs import chunk_size
@@ -235,8 +236,9 @@ def head_activations(
     copy in ``run.dtype`` if this is lower. This is an upper bound on a CPU whose vocabulary is not split,
     where fp32 logits exist only for a small block. In a lower dtype, the fp32 gradient of a ``trained`` head
     is copied to it in the end, when a CUDA GPU has no logits any more. Elsewhere, the gradient from one chunk
-    is such a matrix, too. Rows of the hidden state are copied and have a gradient. Without ``ends``, these
-    are the bytes before that copy, which is made in the backward pass.
+    is such a matrix, too, and a CPU may convert the weight to fp32 for the product. Rows of the hidden state
+    are copied and have a gradient. Without ``ends``, these are the bytes before that copy, which is made in
+    the backward pass.
     """
     fused = run.device == "cuda"
     logits_dtype = run.dtype if fused else torch.float32
@@ -244,7 +246,11 @@ def head_activations(
     cast = 0 if run.dtype == torch.float32 else run.size
     copied, logits = hidden * cast if trained else 0, chunk * (run.size if fused else FP32 + cast)
     per_row = max(logits, copied if ends else 0) if fused else logits + copied
-    return {"logits": per_row * vocabulary, "activations": 2 * labels * hidden * run.size}
+    return {
+        "logits": per_row * vocabulary,
+        "activations": 2 * labels * hidden * run.size,
+        "converted": vocabulary * hidden * FP32 if converts(run.device, run.dtype) else 0,
+    }
 
 
 def kept_by_head(labels: int, row: int, trained: int) -> Bytes:

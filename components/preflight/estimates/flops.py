@@ -12,19 +12,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from components.contracts.data import BatchStats
 from components.contracts.loss import Loss
+from components.engines.shared.half_matmul import avoid_slow_products
 from components.models.attention_shape import attention_shape
 from components.models.experts import EXPERT_PARAM, moe_blocks, share_of_experts
 from components.models.mtp import num_mtp_layers
 from components.models.scalar_head import output_head
 from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
 
-MEASURE_SECONDS, ROUGH_SECONDS = 0.2, 0.03
-"""Seconds for which the peak FLOP/s is measured: for the MFU, and for a rough comparison of dtypes."""
-CPU_SIZES, GPU_SIZES = (256, 1024), (8192,)
-"""Widths of the square matrices that are multiplied to measure the peak, in ascending order."""
-TOO_LONG = 1.0
-"""A width is left out if one product would take longer than these seconds. Width 1024 takes 0.03 s in fp32,
-and 2 s in bf16 on a CPU without instructions for half precision."""
+MEASURE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -155,24 +150,17 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """
     if (known := sheet_peak(device, dtype)) is not None:
         return known
+    if device.type == "cpu":
+        avoid_slow_products("cpu", dtype)
+        return measure_peak(device, dtype)
     measured = measure_peak(device, dtype)
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()  # the parent process of a run measures a GPU that a rank needs next
+    torch.accelerator.empty_cache()  # the parent process of a run measures a GPU that a rank needs next
     return measured
 
 
 def sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of ``device`` from its data sheet. None means that there is no data sheet."""
     return data_sheet_peak(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
-
-
-def slowdown(dtype: torch.dtype) -> float:
-    """Return the time of a matrix product in ``dtype`` on this CPU, as a multiple of the time in fp32.
-
-    It is measured only roughly, because a run waits for the result.
-    """
-    here = torch.device("cpu")
-    return measure_peak(here, torch.float32, ROUGH_SECONDS) / measure_peak(here, dtype, ROUGH_SECONDS)
 
 
 def peak_name(device: torch.device, dtype: torch.dtype) -> str:
@@ -196,20 +184,8 @@ def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = MEASURE_SECONDS) -> float:
-    """Return the FLOP/s of the fastest of the matrix products that are computed within ``seconds``.
-
-    Their width is the largest one that is not too slow, because small matrices do not reach the peak.
-    """
-    size, *larger = CPU_SIZES if device.type == "cpu" else GPU_SIZES
-    for next_size in larger:
-        if fastest_product(size, device, dtype, 0.0) * (next_size / size) ** 3 > TOO_LONG:
-            break
-        size = next_size
-    return 2 * size**3 / fastest_product(size, device, dtype, seconds)
-
-
-def fastest_product(size: int, device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Return the shortest time, in seconds, of a product of two square matrices of width ``size``."""
+    """Return the FLOP/s of the fastest of the products of square matrices computed within ``seconds``."""
+    size = 1024 if device.type == "cpu" else 8192
     a, b = torch.ones(2, size, size, device=device, dtype=dtype)
     torch.mm(a, b)
     best, deadline = inf, time.perf_counter() + seconds
@@ -219,7 +195,7 @@ def fastest_product(size: int, device: torch.device, dtype: torch.dtype, seconds
         torch.mm(a, b)
         synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return best
+    return 2 * size**3 / best
 
 
 def synchronize(device: torch.device) -> None:

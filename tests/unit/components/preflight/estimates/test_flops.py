@@ -176,20 +176,3 @@ def test_the_matrices_of_the_measurement_are_freed(monkeypatch: pytest.MonkeyPat
 
 def test_a_peak_is_measured_however_busy_the_machine_is() -> None:
     assert measure_peak(torch.device("cpu"), torch.float32, seconds=0.0) > 0
-
-
-@pytest.mark.parametrize(("seconds_of_256", "width"), [(0.001, 1024), (0.02, 256)])
-def test_products_are_smaller_where_they_are_slow(
-    monkeypatch: pytest.MonkeyPatch, seconds_of_256: float, width: int
-) -> None:
-    """2% of a second for a width of 256 is more than a second for one of 1024."""
-    widths: list[int] = []
-
-    def fastest(size: int, *_: object) -> float:
-        widths.append(size)
-        return seconds_of_256 * (size / 256) ** 3
-
-    monkeypatch.setattr(components.preflight.estimates.flops, "fastest_product", fastest)
-    found = measure_peak(torch.device("cpu"), torch.bfloat16)
-    assert found == pytest.approx(2 * 256**3 / seconds_of_256)
-    assert widths == [256, width]

@@ -1,0 +1,74 @@
+"""Matrix products in bf16 and fp16 on a CPU without instructions for them.
+
+There, torch computes such a product with scalar code, many times as slowly as in fp32 (pytorch issue 146508).
+This module makes torch convert the factors to fp32, multiply these, and round the result. These are the
+numbers that the instructions would give, which also add in fp32, except for the order of the additions.
+"""
+
+import warnings
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, get_kernel
+
+from components.contracts.device import DeviceKind
+from components.engines.shared.torch_private import has_fast_product
+
+HALF = (torch.bfloat16, torch.float16)
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+"""Operators of aten, each with a second form ``.out``, which compiled code calls."""
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu_backward"
+"""Another operator of aten that multiplies matrices. Its forward is fast in half precision."""
+
+
+def converts(device: DeviceKind, dtype: torch.dtype) -> bool:
+    """Return whether products in ``dtype`` are computed in fp32: on a CPU without instructions for them."""
+    return device == "cpu" and dtype in HALF and not has_fast_product(dtype)
+
+
+def avoid_slow_products(device: DeviceKind, dtype: torch.dtype) -> None:
+    """Compute products in ``dtype`` in fp32 from now on in this process, if it ``converts`` them."""
+    if converts(device, dtype):
+        products_in_fp32()
+
+
+@cache
+def products_in_fp32() -> Library:
+    """Compute the products of this process that have factors in half precision in fp32, on the CPU.
+
+    This lasts until the returned library is deleted. Other products are computed as before.
+    """
+    library = Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+        for name, function in (
+            *((name, returned) for name in (*PRODUCTS, ATTENTION)),
+            *((f"{name}.out", written) for name in PRODUCTS),
+        ):
+            kernel = get_kernel(f"aten::{name}", "CPU")
+            library.impl(name, partial(function, kernel), "CPU", with_keyset=True)
+    return library
+
+
+def returned(kernel: Any, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    """Call ``kernel``, in fp32 if the first argument is in half precision; return its results."""
+    dtype = args[0].dtype
+    if dtype not in HALF:
+        return kernel.call_boxed(keys, *args, **kwargs)
+    results = kernel.call_boxed(keys, *map(widened, args), **kwargs)
+    return results.to(dtype) if isinstance(results, Tensor) else tuple(each.to(dtype) for each in results)
+
+
+def written(kernel: Any, keys: torch.DispatchKeySet, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+    """Call ``kernel``, in fp32 if ``out`` is in half precision; write its result into ``out``."""
+    if out.dtype not in HALF:
+        return kernel.call_boxed(keys, *args, out=out, **kwargs)
+    wide = torch.empty_like(out, dtype=torch.float32)
+    result = kernel.call_boxed(keys, *map(widened, args), out=wide, **kwargs)
+    return out.resize_(result.shape).copy_(result)
+
+
+def widened(argument: Any) -> Any:
+    return argument.float() if isinstance(argument, Tensor) else argument
