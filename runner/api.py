@@ -12,7 +12,7 @@ from components.contracts.status import RunStatus
 from runner.cli import application, as_mistake, as_override, execute
 from runner.config.command_line import hydra_value, is_sweep
 from runner.config.unknown_keys import check_long_options
-from runner.launch.cuda_env import set_cuda_defaults
+from runner.launch.default_env import set_default_env
 from runner.launch.run_dir import read_run_config
 from runner.launch.run_record import RunRecord
 
@@ -47,7 +47,7 @@ def train(experiment: Sequence[str] | Mapping[str, object] = ()) -> TrainResult:
     words = [f"{key}={hydra_value(value)}" for key, value in keys] or [*experiment]
     before, sys.argv = sys.argv, ["runner", *map(as_override, words)]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra would print errors and exit
-    set_cuda_defaults()
+    set_default_env()
     try:
         check_long_options(words)
         with suppress(SystemExit):  # a signal has stopped the run, as its record says

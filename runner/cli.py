@@ -36,7 +36,7 @@ from runner.config.sources import COMMAND_LINE, ConfigSources, did_you_mean, nam
 from runner.config.unknown_keys import check_long_options, hint_for_value, translations, unknown_key
 from runner.distribution import distribution
 from runner.launch import slurm_env
-from runner.launch.cuda_env import set_cuda_defaults
+from runner.launch.default_env import set_default_env
 from runner.launch.signals import handling, interrupt
 from runner.search_path import program_first
 from runner.standard_streams import survive_closed_streams
@@ -191,7 +191,7 @@ def main() -> None:
     """Run the command and exit with one of the codes of ``components.contracts.errors``."""
     # Hydra would print a stack and exit with 1 for every mistake; this program needs the exception itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    set_cuda_defaults()
+    set_default_env()
     try:
         os.environ |= slurm_env.ranks(os.environ)
         place = RankInfo.read()

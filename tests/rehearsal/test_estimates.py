@@ -13,7 +13,12 @@ RECOMPUTED_EXPERTS = [SELECTIVE, "parallelism.recompute_modules=[moe]"]
 EIGHT = ["model.architecture.num_hidden_layers=8"]
 EIGHT_LAYERS = ["model=llama3_8b", *EIGHT]
 FOUR_LAYERS = ["model=llama3_1b", "model.architecture.num_hidden_layers=4"]
-SINGLE_FP32 = ["model=qwen3_0_6b", "run.dtype=fp32", "model.architecture.num_hidden_layers=2"]
+SINGLE_FP32 = [
+    "model=qwen3_0_6b",
+    "run.dtype=fp32",
+    "model.architecture.num_hidden_layers=2",
+    "data.max_length=1024",
+]
 FOUR_OF_8B = ["model=llama3_8b", "model.architecture.num_hidden_layers=4", KEPT]
 DROPOUT = [*FOUR_OF_8B, "adapter=lora", "adapter.dropout=0.1"]
 KTO = [*FOUR_OF_8B, "stage=kto"]

@@ -13,7 +13,7 @@ from components.rank_info import RankInfo
 from runner.cli import exit_code, explained
 from runner.config.sources import ConfigSources
 from runner.launch import slurm_env
-from runner.launch.cuda_env import set_cuda_defaults
+from runner.launch.default_env import set_default_env
 from runner.launch.rank_main import exit_process
 from runner.search_path import program_first
 from runner.standard_streams import survive_closed_streams
@@ -82,7 +82,7 @@ class SlurmJob:
         program_first()
         survive_closed_streams()
         os.environ |= dict(self.environ)
-        set_cuda_defaults()
+        set_default_env()
         os.environ |= slurm_env.ranks(os.environ)
         os.environ[SWEEP_FOLDER] = str(self.sweep_job.sweep)
         first = RankInfo.read().rank == 0
