@@ -29,7 +29,7 @@ def converts(device: DeviceKind, dtype: torch.dtype) -> bool:
 
 
 def avoid_slow_products(device: DeviceKind, dtype: torch.dtype) -> None:
-    """Compute products in ``dtype`` in fp32 from now on in this process, if it ``converts`` them."""
+    """Compute products in ``dtype`` in fp32 in this process from now on, if ``converts`` says so."""
     if converts(device, dtype):
         products_in_fp32()
 
