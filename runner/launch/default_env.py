@@ -7,8 +7,8 @@ DEFAULTS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # torch: rows of varying length fragment the GPU's memory less with this setting.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    # GNU OpenMP: a thread that waits for others sleeps after 3,000 iterations of a loop, not 300,000, so
-    # that its core is free for them if another process uses one, too.
+    # GNU OpenMP: a waiting thread sleeps after 3,000 iterations of its loop, not after 300,000, so that
+    # another thread can use its core if a second process keeps a core busy.
     "GOMP_SPINCOUNT": "3000",
 }
 

@@ -23,52 +23,54 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu_backward"
 """Another operator of aten that multiplies matrices. Its forward is fast in half precision."""
 
 
-def converts(device: DeviceKind, dtype: torch.dtype) -> bool:
+def needs_fp32_products(device: DeviceKind, dtype: torch.dtype) -> bool:
     """Return whether products in ``dtype`` are computed in fp32: on a CPU without instructions for them."""
     return device == "cpu" and dtype in HALF and not has_fast_product(dtype)
 
 
 def avoid_slow_products(device: DeviceKind, dtype: torch.dtype) -> None:
-    """Compute products in ``dtype`` in fp32 in this process from now on, if ``converts`` says so."""
-    if converts(device, dtype):
-        products_in_fp32()
+    """Compute products in fp32 in this process from now on, if ``device`` and ``dtype`` need it."""
+    if needs_fp32_products(device, dtype):
+        install_fp32_products()
 
 
 @cache
-def products_in_fp32() -> Library:
+def install_fp32_products() -> Library:
     """Compute the products of this process that have factors in half precision in fp32, on the CPU.
 
-    This lasts until the returned library is deleted. Other products are computed as before.
+    This lasts until the cache of this function is cleared. Other products are computed as before.
     """
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
         for name, function in (
-            *((name, returned) for name in (*PRODUCTS, ATTENTION)),
-            *((f"{name}.out", written) for name in PRODUCTS),
+            *((name, call_in_fp32) for name in (*PRODUCTS, ATTENTION)),
+            *((f"{name}.out", call_out_in_fp32) for name in PRODUCTS),
         ):
             kernel = get_kernel(f"aten::{name}", "CPU")
             library.impl(name, partial(function, kernel), "CPU", with_keyset=True)
     return library
 
 
-def returned(kernel: Any, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+def call_in_fp32(kernel: Any, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
     """Call ``kernel``, in fp32 if the first argument is in half precision; return its results."""
     dtype = args[0].dtype
     if dtype not in HALF:
         return kernel.call_boxed(keys, *args, **kwargs)
-    results = kernel.call_boxed(keys, *map(widened, args), **kwargs)
+    results = kernel.call_boxed(keys, *map(to_fp32, args), **kwargs)
     return results.to(dtype) if isinstance(results, Tensor) else tuple(each.to(dtype) for each in results)
 
 
-def written(kernel: Any, keys: torch.DispatchKeySet, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+def call_out_in_fp32(
+    kernel: Any, keys: torch.DispatchKeySet, *args: Any, out: Tensor, **kwargs: Any
+) -> Tensor:
     """Call ``kernel``, in fp32 if ``out`` is in half precision; write its result into ``out``."""
     if out.dtype not in HALF:
         return kernel.call_boxed(keys, *args, out=out, **kwargs)
     wide = torch.empty_like(out, dtype=torch.float32)
-    result = kernel.call_boxed(keys, *map(widened, args), out=wide, **kwargs)
+    result = kernel.call_boxed(keys, *map(to_fp32, args), out=wide, **kwargs)
     return out.resize_(result.shape).copy_(result)
 
 
-def widened(argument: Any) -> Any:
+def to_fp32(argument: Any) -> Any:
     return argument.float() if isinstance(argument, Tensor) else argument

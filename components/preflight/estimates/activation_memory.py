@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 
 from components.contracts.device import DeviceKind
-from components.engines.shared.half_matmul import converts
+from components.engines.shared.half_matmul import needs_fp32_products
 from components.engines.shared.recomputation import Module
 from components.engines.shared.sdpa import CPU_ROWS
 from components.engines.shared.token_log_probs import chunk_size
@@ -249,7 +249,7 @@ def head_activations(
     return {
         "logits": per_row * vocabulary,
         "activations": 2 * labels * hidden * run.size,
-        "converted": vocabulary * hidden * FP32 if converts(run.device, run.dtype) else 0,
+        "converted": vocabulary * hidden * FP32 if needs_fp32_products(run.device, run.dtype) else 0,
     }
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.engines.shared import half_matmul
-from components.engines.shared.half_matmul import avoid_slow_products, products_in_fp32
+from components.engines.shared.half_matmul import avoid_slow_products, install_fp32_products
 
 Function = Callable[..., Tensor]
 
@@ -18,16 +18,16 @@ Function = Callable[..., Tensor]
 def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.dtype]]:
     """Compute products in fp32, on any CPU; give the dtypes of the factors that were converted."""
     converted: list[torch.dtype] = []
-    original = half_matmul.widened
+    original = half_matmul.to_fp32
 
-    def widened(argument: Any) -> Any:
+    def to_fp32(argument: Any) -> Any:
         converted.extend([argument.dtype] if isinstance(argument, Tensor) else [])
         return original(argument)
 
-    monkeypatch.setattr(half_matmul, "widened", widened)
-    products_in_fp32()
+    monkeypatch.setattr(half_matmul, "to_fp32", to_fp32)
+    install_fp32_products()
     yield converted
-    products_in_fp32.cache_clear()
+    install_fp32_products.cache_clear()
 
 
 def gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def test_torch_computes_its_own_products_again(products: list[torch.dtype]) -> N
     a @ a
     assert products
     products.clear()
-    products_in_fp32.cache_clear()
+    install_fp32_products.cache_clear()
     a @ a
     assert not products
 
@@ -109,6 +109,6 @@ def test_only_a_cpu_without_instructions_needs_it(
 ) -> None:
     calls: list[bool] = []
     monkeypatch.setattr(half_matmul, "has_fast_product", lambda _: is_fast)
-    monkeypatch.setattr(half_matmul, "products_in_fp32", lambda: calls.append(True))
+    monkeypatch.setattr(half_matmul, "install_fp32_products", lambda: calls.append(True))
     avoid_slow_products(device, dtype)
     assert bool(calls) == installed

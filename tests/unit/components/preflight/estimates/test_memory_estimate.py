@@ -9,7 +9,8 @@ from benchmarks.compose import composed
 from components.engines.megatron import pipeline_split
 from components.engines.shared.sdpa import additive_mask, packed_sdpa
 from components.preflight.engine_layouts import EngineLayout, memory
-from components.preflight.estimates.activation_memory import RunShape, mask_bytes
+from components.preflight.estimates import activation_memory
+from components.preflight.estimates.activation_memory import RunShape, head_activations, mask_bytes
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
@@ -208,3 +209,13 @@ def test_averages_of_weights_are_where_the_engine_keeps_its_weights() -> None:
         assert averaged.total - plain.total == (new if place == "parts" else 0), layout
     (whole,) = estimate("parallelism=megatron", "optimizer=muon", weight_copies=1)
     assert whole.parts["averages"] == whole.parts["masters"]
+
+
+def test_the_head_is_copied_where_products_are_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, found = RunShape(torch.bfloat16, "cpu", "none"), []
+    for needed in (True, False):
+        monkeypatch.setattr(activation_memory, "needs_fp32_products", lambda *_, needed=needed: needed)
+        found.append(head_activations(labels=3, hidden=5, vocabulary=7, run=run, trained=False))
+    converted, plain = found
+    assert converted == plain | {"converted": 4 * 5 * 7}
+    assert plain["converted"] == 0
