@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from components.contracts.device_copy import to_device
+
 IGNORE = -100
 """The label of a position without loss."""
 
@@ -86,11 +88,10 @@ class Batch:
     def to(self, device: torch.device) -> Self:
         """Return this micro-batch on ``device``, except ``pair_index`` and ``sequence_labels``.
 
-        The host reads those two, so they stay in its memory. The host does not wait for the copies of the
-        other tensors if these are in page-locked memory.
+        The host reads those two, so they stay in its memory. It does not wait for the copies of the others.
         """
         tensors = self._tensors() | {"label_index": self.labelled()}
-        moved: Fields = {k: tensor.to(device, non_blocking=True) for k, tensor in tensors.items()}
+        moved: Fields = {name: to_device(tensor, device) for name, tensor in tensors.items()}
         read_here = {"pair_index": self.pair_index, "sequence_labels": self.sequence_labels}
         return replace(self, **moved | read_here)
 
@@ -149,8 +150,7 @@ class Batch:
             "input_ids": shifted(self.input_ids, 0),
             "labels": shifted(self.labels, IGNORE),
         }
-        result = replace(self, **found, label_index=None)
-        return result.pin_memory() if self.labels.is_pinned() else result
+        return replace(self, **found, label_index=None)
 
     def sum_per_sequence(self, values: Tensor) -> Tensor:
         """Sum ``values`` (like ``labels``) over every sequence: float64 ``[S]``.
@@ -177,18 +177,18 @@ class Batch:
         """Return the sequences for which ``keep``, bool ``[S]``, is True.
 
         If ``keep`` is False everywhere, the result is an empty micro-batch. The tensors must be in host
-        memory, because sizes are read from them. Prefixes are not supported.
+        memory, because sizes are read from them, but ``ref_logps`` may be on a device. Prefixes are not
+        supported.
         """
         assert self.prefix_lengths is None, "a prefix is not kept"
         if not keep.any():
             return self._empty()
         if self.cu_seqlens is None:
             longest = max(1, int(self.seqlens[keep].max()))
-            kept = {name: values[keep, :longest] for name, values in self._by_position().items()}
+            kept = {name: values[:, :longest] for name, values in self._at(keep, dim=0).items()}
             return replace(self, **kept, **self._by_sequence(keep), label_index=None)
         spans = self.cu_seqlens.diff()
-        inside = keep.repeat_interleave(spans.long())
-        kept = {name: values[:, inside] for name, values in self._by_position().items()}
+        kept = self._at(keep.repeat_interleave(spans.long()), dim=1)
         return replace(
             self,
             **kept,
@@ -202,6 +202,11 @@ class Batch:
         """Return the tensors that have the shape of ``labels``, by name."""
         names = ("input_ids", "labels", "position_ids", "ref_logps")
         return {name: values for name in names if (values := getattr(self, name)) is not None}
+
+    def _at(self, keep: Tensor, dim: int) -> Fields:
+        """Return those tensors, by name, with the entries of dimension ``dim`` for which ``keep`` is True."""
+        places, tensors = keep.nonzero()[:, 0], self._by_position()
+        return {n: t.index_select(dim, to_device(places, t.device)) for n, t in tensors.items()}
 
     def _by_sequence(self, keep: Tensor) -> Fields:
         """Return the tensors with one entry per sequence, by name, reduced to the kept sequences."""

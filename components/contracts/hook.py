@@ -104,10 +104,9 @@ class Hook:
         """Observe a complete checkpoint."""
 
     def end(self, run: HookRun, *, completed: bool) -> None:
-        """Conclude the run.
+        """Handle the end of the run.
 
-        If ``completed``, an export, if there is one, has been written already; otherwise the run can be
-        resumed.
+        If ``completed``, the export, if there is one, has been written. If not, the run can be resumed.
         """
 
     def tensors(self) -> Mapping[str, Tensor]:

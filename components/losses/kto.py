@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from components.contracts.batch import DESIRABLE, KL_COMPLETION, UNDESIRABLE, Batch
+from components.contracts.device_copy import to_device
 from components.contracts.errors import ConfigError, check_at_least_zero
 from components.contracts.loss import LossEngine, LossOutput, TokenStats
 from components.losses.preference_base import ReferenceOptions, attach_reference, log_ratios
@@ -79,8 +80,7 @@ class KTO(ReferenceOptions):
         log_ratio = batch.sum_per_sequence(log_ratios(stats, batch, self.reference))
         logps = batch.sum_per_sequence(stats.logps.detach())
         sides = [
-            sequences_with_label(batch, label).to(logps.device, non_blocking=True)
-            for label in (DESIRABLE, UNDESIRABLE)
+            to_device(sequences_with_label(batch, label), logps.device) for label in (DESIRABLE, UNDESIRABLE)
         ]
         good, bad = (log_ratio[side] for side in sides)
         kl = batch.constants["kl"]

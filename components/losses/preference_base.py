@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from components.contracts.batch import IGNORE, Batch
+from components.contracts.device_copy import to_device
 from components.contracts.errors import ConfigError
 from components.contracts.loss import LossEngine, LossOutput, ReferenceChoice, TokenStats
 
@@ -216,7 +217,7 @@ def pair_indices(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def sides(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the entries of ``values [S]`` of chosen and of rejected sequences, pair by pair."""
-    chosen, rejected = (side.to(values.device, non_blocking=True) for side in pair_indices(batch))
+    chosen, rejected = (to_device(side, values.device) for side in pair_indices(batch))
     return values[chosen], values[rejected]
 
 
@@ -224,7 +225,7 @@ def is_chosen(batch: Batch) -> Tensor:
     """Return whether each position belongs to a chosen sequence, bool in the shape of ``labels``."""
     assert batch.pair_index is not None, "preference data carries pair_index"
     chosen = batch.pair_index % 2 == 0  # false for -1
-    return chosen.to(batch.labels.device, non_blocking=True)[batch.sequence_ids()]
+    return to_device(chosen, batch.labels.device)[batch.sequence_ids()]
 
 
 def verbosity_weights(batch: Batch, ld_alpha: float) -> Tensor:
@@ -236,7 +237,7 @@ def verbosity_weights(batch: Batch, ld_alpha: float) -> Tensor:
     labelled = batch.labels != IGNORE
     lengths = batch.sum_per_sequence(labelled)
     shorter = lengths.clone()
-    chosen, rejected = (side.to(lengths.device, non_blocking=True) for side in pair_indices(batch))
+    chosen, rejected = (to_device(side, lengths.device) for side in pair_indices(batch))
     for side in (chosen, rejected):
         shorter[side] = torch.minimum(lengths[chosen], lengths[rejected])
     sequences = batch.sequence_ids()

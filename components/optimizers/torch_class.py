@@ -23,7 +23,8 @@ TRIAL_LR = 1e-2
 """Least learning rate of the trials that find the scope: after smaller updates, all results look equal."""
 
 StateKind = Literal["moment", "scalar", "other"]
-"""A floating-point tensor of the parameter's shape, a number, or something else."""
+"""Kind of a value in an optimizer's state: a floating-point tensor of the parameter's shape (``moment``), a
+number (``scalar``), or anything else."""
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ def check_stream(eval_every_epochs: int, save_every_epochs: int, reference: str)
 
 
 def check_start(init_from: str | None, resume: Path | None) -> None:
-    """Raise ConfigError if ``init_from`` of a resumed run is given and differs from that at its start."""
+    """Raise ConfigError if a resumed run names another ``init_from`` than the one that it began with."""
     if init_from is None or resume is None:
         return
     config = resume.absolute().parent.parent / "config.yaml"

@@ -1,4 +1,4 @@
-"""Operators for which the host waits until the GPU has finished, and copies that need not block."""
+"""Operators for which the host waits until the GPU has finished, and copies that block it."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 
 from components.rehearsal.call_site import call_site
 from components.rehearsal.host_values import Arguments, Keywords
+from components.rehearsal.pinned_memory import PinnedMemory
 
 SYNCHRONIZING = frozenset(
     f"aten::{name}"
@@ -39,7 +40,8 @@ class Wait:
     """One place where the host waits for the device or blocks on a copy."""
 
     kind: str
-    """The operator, or for a copy without ``non_blocking``: ``copy to cuda`` or ``copy to cpu``."""
+    """The operator, or for a copy without ``non_blocking`` or from or to pageable memory: ``copy to cuda`` or
+    ``copy to cpu``."""
     moment: str
     site: str
 
@@ -50,7 +52,8 @@ class HostWaits:
 
     waits: Counter[Wait] = field(default_factory=Counter)
     copies: Counter[Wait] = field(default_factory=Counter)
-    """Copies from pageable memory: the host is blocked until the device has read them."""
+    """Copies to the device: the host is blocked until the device has read them."""
+    pinned: PinnedMemory = field(default_factory=PinnedMemory)
     moment: str = "build"
 
     def wait(self, kind: str) -> None:
@@ -63,21 +66,26 @@ class HostWaits:
         """Record whether the host waits in ``func(*args, **kwargs)``, which names the device ``target``."""
         name = func._schema.name
         if name == "aten::_to_copy":
-            if target is not None and not kwargs.get("non_blocking"):
-                self._copy(args[0].device, target)
+            if target is not None:
+                self._copy(args[0], target, non_blocking=bool(kwargs.get("non_blocking")))
         elif name == "aten::copy_":
-            if not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
-                self._copy(args[1].device, args[0].device)
+            non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+            self._copy(args[1], args[0].device, non_blocking=non_blocking, into=args[0])
         elif name in SYNCHRONIZING or (name == REPEAT and kwargs.get("output_size") is None):
             self.wait(name.removeprefix("aten::"))
         elif name in INDEXING:
             for index in filter(None.__ne__, args[1]):
                 self._index(name.removeprefix("aten::"), index, args[0], fills=writes_a_number(args))
 
-    def _copy(self, source: torch.device, target: torch.device) -> None:
-        if source.type == "cuda" and target.type == "cpu":
-            self.wait("copy to cpu")
-        elif source.type == "cpu" and target.type == "cuda":
+    def _copy(
+        self, source: Tensor, target: torch.device, *, non_blocking: bool, into: Tensor | None = None
+    ) -> None:
+        """Record a copy that makes the host wait; ``into`` is None if the result gets new pinned memory."""
+        directions = (source.device.type, target.type)
+        if directions == ("cuda", "cpu"):
+            if not (non_blocking and (into is None or self.pinned.holds(into))):
+                self.wait("copy to cpu")
+        elif directions == ("cpu", "cuda") and not (non_blocking and self.pinned.holds(source)):
             self.blocking_copy("copy to cuda")
 
     def _index(self, name: str, index: Tensor, indexed: Tensor, *, fills: bool) -> None:

@@ -51,7 +51,6 @@ class RehearsalMode(TorchDispatchMode):
         self.rules = KernelRules(self.values)
         self.step = "build"
         self._special: dict[str, Callable[[OpOverload, Arguments, Keywords], object]] = {
-            "aten::is_pinned": lambda *_: True,
             "aten::_pin_memory": lambda _, args, __: self._copy_of(args[0]),
             "aten::_local_scalar_dense": lambda _, args, __: self._scalar(args[0]),
             "c10d": self._exchange,
@@ -82,8 +81,19 @@ class RehearsalMode(TorchDispatchMode):
         if device is None:
             device = next((value for value in args if isinstance(value, torch.device)), None)
         target = None if device is None else torch.device(device)
-        if not any_fake and (target is None or target.type != "cuda"):
-            return func(*args, **kwargs)
+        if func is aten.is_pinned.default:
+            return self.waits.pinned.holds(args[0])
+        if any_fake or (target is not None and target.type == "cuda"):
+            out = self._on_gpu(func, args, kwargs, target)
+        else:
+            out = func(*args, **kwargs)
+        self.waits.pinned.follow(func, args, kwargs, out)
+        return out
+
+    def _on_gpu(
+        self, func: OpOverload, args: Arguments, kwargs: Keywords, target: torch.device | None
+    ) -> object:
+        """Return the result of an operator with CUDA tensors, and record what a GPU would have done."""
         moment = self.moment
         self.memory.enter(moment)
         self.waits.moment = self.traffic.moment = self.arithmetic.moment = moment
@@ -95,7 +105,7 @@ class RehearsalMode(TorchDispatchMode):
     def _compute(
         self, func: OpOverload, args: Arguments, kwargs: Keywords, target: torch.device | None
     ) -> object:
-        """Record an operator and return its fake result."""
+        """Record an operator that computes, and return its fake result."""
         if is_accumulation(func, args):
             func = aten.add_.Tensor
         self.waits.see(func, args, kwargs, target)

@@ -28,7 +28,7 @@ class Counterpart:
     """KEY, or KEY=VALUE if the other tool's option is a flag, or all its values mean this one here."""
     remark: str = ""
     values: Mapping[str, object] | None = None
-    """Value of the tool in lower case -> value here. None means that both have the same values."""
+    """Value of the other tool, in lower case -> value here. None means that the values are the same."""
 
 
 @cache

@@ -13,6 +13,8 @@ from tests.forkserver import Process
 from tests.patience import patience
 
 LIMIT_S = 120
+INSIDE = ("reference", "forward", "backward")
+"""The moments of a step in which micro-batches are computed."""
 GIB = 2**30
 
 
@@ -38,7 +40,7 @@ class Rehearsed:
     def waits_inside(self) -> list[str]:
         """Return the waits and blocking copies of the host inside of micro-batches, as kind and line."""
         rows = [*self.record["waits"], *self.record["blocking_copies"]]
-        return [f"{row['kind']} at {row['site']}" for row in rows if row["moment"] in ("forward", "backward")]
+        return [f"{row['kind']} at {row['site']}" for row in rows if row["moment"] in INSIDE]
 
 
 def rehearsed(folder: Path, *overrides: str) -> Rehearsed:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from components.contracts.batch import IGNORE, Batch
+from components.contracts.device_copy import to_device
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.engines.shared.parallel_dims import check_cp
@@ -90,10 +91,8 @@ class ContextParallel:
         if self.cp == 1:
             return ModelInput(batch, batch.labelled(), attention)
         index = replace(here, labels=self.shard(here.labels, IGNORE), label_index=None).labelled()
-        if here.labels.is_pinned():
-            index = index.pin_memory()
         attention["context_group"] = self.group
-        return ModelInput(batch, index.to(device, non_blocking=True), attention)
+        return ModelInput(batch, to_device(index, device), attention)
 
 
 def with_padding(batch: Batch, padding: int) -> Batch:

@@ -48,7 +48,11 @@ class MTPHead:
 
 
 def mtp_forward(layer: Any) -> Callable[..., Tensor]:
-    """Return a forward of ``layer`` that begins by joining later tokens' embeddings and ends with a norm."""
+    """Return the forward function of an MTP layer.
+
+    It projects the concatenated norms of later tokens' embeddings and of the hidden states, runs the decoder
+    layer, and applies the final norm.
+    """
     own = layer.forward
 
     def forward(hidden: Tensor, embedded: Tensor, **others: object) -> Tensor:

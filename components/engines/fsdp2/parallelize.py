@@ -1,6 +1,6 @@
 """Building of the sharded model from its specification."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -215,8 +215,7 @@ def build_model(
     for block in blocks if options.compiled else ():
         # Only the forward inside FSDP's hooks is compiled, and the blocks share the compiled code.
         block.forward = torch.compile(block.forward)
-    again = blocks[: layout.recompute_num_layers] if recompute == "full" else named_mlps(blocks, modules)
-    for module in again:
+    for module in recomputed_parts(blocks, layout, recompute, modules):
         apply_ac(module)
     if not trainable:
         scorer.requires_grad_(False)
@@ -239,12 +238,16 @@ def build_model(
     trained = weights
     if adapter is not None:
         trained = adapter.weights(spec.build(spec.config()), options.seed, weights)
-    frozen = nf4.quantized(weights, quantized, device)
+    copy_weights(scorer, trained, nf4.quantized(weights, quantized, device))
+    load_router_biases(scorer.lm, weights, device)
+    return scorer.train(trainable)
+
+
+def copy_weights(scorer: LogProbModel, trained: WeightSource, frozen: WeightSource) -> None:
+    """Copy this rank's part of each weight into ``scorer``; initial factors of PiSSA are in ``trained``."""
     for member in scorer.members():
         source = trained if member.parameter.requires_grad or is_initial(member.name) else frozen
         copy_slice(member.slices(member.parameter), member.name, source)
-    load_router_biases(scorer.lm, weights, device)
-    return scorer.train(trainable)
 
 
 def apply_fsdp(
@@ -333,8 +336,12 @@ def mlp_kind(block: nn.Module) -> Literal["mlp", "moe"] | None:
     return "moe" if hasattr(mlp, "experts") else "mlp"
 
 
-def named_mlps(blocks: Iterable[nn.Module], modules: Collection[str]) -> list[nn.Module]:
-    """Return the MLP of every block in which it is one of ``modules``, ``mlp`` or ``moe``."""
+def recomputed_parts(
+    blocks: Sequence[nn.Module], layout: FSDP2Layout, how: str, modules: Collection[str]
+) -> list[nn.Module]:
+    """Return the blocks to recompute, or the MLPs of those kinds (mlp, moe) that ``modules`` names."""
+    if how == "full":
+        return [*blocks[: layout.recompute_num_layers]]
     return [block.get_submodule("mlp") for block in blocks if mlp_kind(block) in modules]
 
 

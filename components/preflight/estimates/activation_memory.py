@@ -120,7 +120,7 @@ class BlockActivations:
     dora: int = 0
     """Width of the results of matrices with a learned norm, and of their adapters, which DoRA saves."""
     dora_products: int = 0
-    """Elements of all matrices from which DoRA computes the norms of one weight, the maximum over weights."""
+    """Elements of all matrices from which DoRA computes the norms of one weight; maximum over the weights."""
     dropout: int = 0
     """Bytes per token that dropout before adapters saves."""
     mlp_further: float = 0

@@ -184,7 +184,7 @@ def data_sheet_peak(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = MEASURE_SECONDS) -> float:
-    """Return the FLOP/s of the fastest of the products of square matrices computed within ``seconds``."""
+    """Return the highest FLOP/s of a product of square matrices that is repeated for ``seconds``."""
     size = 1024 if device.type == "cpu" else 8192
     a, b = torch.ones(2, size, size, device=device, dtype=dtype)
     torch.mm(a, b)

@@ -50,7 +50,7 @@ class Candidate:
     """Number of fp32 copies of the trained weights that hooks keep."""
     shares_prompts: bool
     max_length: int
-    """``data.max_length``"""
+    """Maximum number of tokens of a row (``data.max_length``)."""
     keeps_microbatch_size: bool
     """Whether the loss depends on the size of micro-batches; then no other size is suggested."""
     may_add_adapter: bool

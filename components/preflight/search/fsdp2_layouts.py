@@ -1,6 +1,6 @@
 """FSDP2 layouts for the forecast: communication costs, changes that save memory, enumeration."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import gcd
 
 from components.contracts.json_types import Config, Json
@@ -37,14 +37,13 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     backward pass. Passes without gradient gather them once, unless micro-batches are not merged. Gradients
     are reduce-scattered in fp32, after the last micro-batch or after each one.
     """
-    tokens, itemsize = step.tokens / layout.cp, step.dtype.itemsize
+    itemsize = step.dtype.itemsize
     shards = step.world_size // (layout.dp_replicate * layout.tp)
     held, trained = (size.parameters - size.quantized) / layout.tp, size.trained / layout.tp
     experts, taught = size.experts / layout.tp, size.trained_experts / layout.tp
     how, first = layout.activation_checkpointing, layout.recompute_num_layers
     recomputed = recomputed_share(how, first, [size.layers])
     modules = recomputed_modules(how, layout.recompute_modules)
-    passes = passes_through_blocks(recomputed, step.forward_passes)
     reductions = step.num_microbatches if layout.reduce_gradients == "every" else 1
     # The weights outside of blocks are kept from the forward pass to the backward pass.
     kept, number = size.outside_blocks / layout.tp, step.num_microbatches
@@ -67,26 +66,7 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
     if layout.dp_replicate > 1:
         copies = reductions * all_reduce_bytes(trained / shards * FP32, layout.dp_replicate)
         sent.append(CommVolume("dp_replicate", copies, when="overlapped"))
-    if layout.cp > 1:
-        sent.append(ulysses_volume(size, layout.cp, layout.tp, step.tokens, itemsize, passes=passes))
-    if layout.tp > 1:
-        hidden = tokens * size.hidden * itemsize
-        # A recomputed block or MLP ends before its last all-reduce, whose result the backward pass does not
-        # need. Experts are computed before the shared experts.
-        volume = tp_volume(
-            size,
-            layout.tp,
-            hidden,
-            ends=1,
-            repeated=2 * recomputed,
-            forward_passes=step.forward_passes,
-            repeated_mlps=size.num_moe_layers if "moe" in modules and size.has_shared_experts else 0,
-        )
-        sent.append(volume)
-    if layout.ep > 1:
-        span = layout.ep * layout.tp
-        exchanges = passes + ("moe" in modules)
-        sent.append(token_dispatch_volume(size, layout.ep, tokens, itemsize, passes=exchanges, span=span))
+    sent += activation_volumes(layout, size, step, recomputed, modules)
     if step.whole_weights:
         sent += (v for v in whole_updates(layout, size, shards) if v.num_bytes)
     if layout.cpu_offload:
@@ -95,6 +75,35 @@ def comm_cost(layout: FSDP2Layout, size: ModelSize, step: CommInputs) -> StepCos
         sent.append(CommVolume("host", shard, when="overlapped"))
     # The last of the three products of a dense MLP is not needed either.
     return StepCost(sent, 0.0, recomputed, {name: 2 / 3 if name == "mlp" else 1.0 for name in modules})
+
+
+def activation_volumes(
+    layout: FSDP2Layout, size: ModelSize, step: CommInputs, recomputed: float, modules: Collection[str]
+) -> Iterator[CommVolume]:
+    """Estimate the bytes of hidden states, heads and tokens that the ranks of cp, tp and ep exchange.
+
+    ``recomputed`` is the share of the blocks, and ``modules`` the parts of all blocks, that are recomputed.
+    """
+    tokens, itemsize = step.tokens / layout.cp, step.dtype.itemsize
+    passes = passes_through_blocks(recomputed, step.forward_passes)
+    if layout.cp > 1:
+        yield ulysses_volume(size, layout.cp, layout.tp, step.tokens, itemsize, passes=passes)
+    if layout.tp > 1:
+        # A recomputed block or MLP ends before its last all-reduce, whose result the backward pass does not
+        # need. Experts are computed before the shared experts.
+        yield tp_volume(
+            size,
+            layout.tp,
+            tokens * size.hidden * itemsize,
+            ends=1,
+            repeated=2 * recomputed,
+            forward_passes=step.forward_passes,
+            repeated_mlps=size.num_moe_layers if "moe" in modules and size.has_shared_experts else 0,
+        )
+    if layout.ep > 1:
+        span = layout.ep * layout.tp
+        exchanges = passes + ("moe" in modules)
+        yield token_dispatch_volume(size, layout.ep, tokens, itemsize, passes=exchanges, span=span)
 
 
 def whole_updates(layout: FSDP2Layout, size: ModelSize, shards: int) -> Iterator[CommVolume]:

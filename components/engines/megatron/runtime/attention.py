@@ -16,11 +16,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from components.contracts.device_copy import to_device
 from components.contracts.json_types import Json
 from components.engines.megatron.compat import packed_rope
 from components.engines.megatron.runtime.attention_spans import AttentionSpans, full_spans, ring_spans
 from components.engines.megatron.runtime.cp_sharding import CPShard
-from components.engines.megatron.runtime.device_copy import to_device
 from components.engines.shared.sdpa import packed_sdpa
 from components.engines.shared.ulysses import heads_to_seq, seq_to_heads
 from components.engines.shared.varlen_attention import has_kernel, varlen_kernel

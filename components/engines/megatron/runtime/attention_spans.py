@@ -8,32 +8,32 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from components.contracts.device_copy import to_device
 from components.engines.megatron.runtime.cp_sharding import zigzag_order
-from components.engines.megatron.runtime.device_copy import to_device
 
 
 @dataclass(frozen=True)
 class AttentionSpans:
-    """Spans of queries and keys of a row; piece i of the queries attends to piece i of the keys.
+    """Spans of the queries and of the keys of a row; query span i attends to key span i.
 
-    The queries of a piece are the last tokens of its keys: each attends to itself and the keys before it.
+    The queries of a span are the last tokens of its keys: each attends to itself and to the keys before it.
     """
 
     queries: tuple[int, ...]
-    """Length of every piece, in tokens."""
+    """Length of every span, in tokens."""
     keys: tuple[int, ...]
     cu_queries: Tensor
-    """Cumulative lengths for the kernel, int32 ``[pieces + 1]`` on the device."""
+    """Cumulative lengths for the kernel, int32 ``[spans + 1]`` on the device."""
     cu_keys: Tensor
     order: Tensor
     """Indices of the keys in the row in rank order, int64 ``[sum(keys)]`` on the device."""
 
 
-# Cached because all layers of a micro-batch and their recomputation use the same pieces; a pipeline has
+# Cached because all layers of a micro-batch and their recomputation use the same spans; a pipeline has
 # several micro-batches in flight.
 @lru_cache(maxsize=64)
 def full_spans(ends: tuple[int, ...], cp: int, device: torch.device) -> AttentionSpans:
-    """Return one piece per sequence of the row; ``order`` is that of all tokens.
+    """Return one span per sequence of the row; ``order`` is that of all tokens.
 
     ``ends`` are the start of every sequence in the whole row and the end of the last one.
     """

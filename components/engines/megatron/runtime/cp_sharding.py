@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.contracts.batch import IGNORE, Batch
+from components.contracts.device_copy import to_device
 from components.contracts.json_types import Json
-from components.engines.megatron.runtime.device_copy import to_device
 from components.engines.shared.ulysses import AllGatherShards, rank_slice
 
 
@@ -39,7 +39,7 @@ class CPShard:
     max_seqlen: int | None
     """Length of the longest span of ``cu_seqlens`` in tokens. None means that rows are padded."""
     index: Tensor
-    """int64 ``[B, T]``: the index of each position t of the micro-batch in the row in rank order."""
+    """int64 ``[B, T]``: for each position of the micro-batch, its index in the row in rank order."""
     cp: int
     rank: int
     label_index: Tensor | None = None

@@ -13,6 +13,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
+from components.contracts.device_copy import to_device
 from components.engines.shared.grouped_mm import grouped, has_grouped_kernel, per_expert
 
 
@@ -55,8 +56,7 @@ class GroupedLinear(nn.Module):
         """Map ``[N, in]``, sorted by expert, to ``[N, out]``; the None is in place of a bias to be added."""
         stacked = self.weight.unflatten(0, (self.experts, -1))
         if has_grouped_kernel(rows, stacked.shape[1]):
-            # Megatron's token exchange has copied the loads to pinned memory of the host.
-            return grouped(rows, stacked, self.loads.to(rows.device, non_blocking=True)), None
+            return grouped(rows, stacked, to_device(self.loads, rows.device)), None
         return per_expert(rows, stacked, self.loads), None
 
     def sharded(self, key: str, replica_id: ReplicaId, *, first: int, names: tuple[str, ...]) -> object:

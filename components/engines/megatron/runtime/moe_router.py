@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from components.contracts.batch import Batch
+from components.contracts.device_copy import to_device
 from components.engines.megatron.moe_config import MoEConfig, read_moe_config
 from components.engines.megatron.runtime.cp_sharding import CPShard
-from components.engines.megatron.runtime.device_copy import to_device
 from components.engines.shared.moe_losses import (
     MoELosses,
     RoutedTokens,

@@ -32,6 +32,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from components.contracts.batch import IGNORE, Batch
+from components.contracts.device_copy import to_device
 from components.contracts.json_types import Json
 from components.contracts.loss import Loss
 from components.engines.megatron.float8 import row_multiple
@@ -42,7 +43,6 @@ from components.engines.megatron.runtime.cp_sharding import (
     gather_shards,
     shard_batch,
 )
-from components.engines.megatron.runtime.device_copy import to_device
 from components.engines.megatron.runtime.model import ForwardRequest
 from components.engines.megatron.runtime.moe_router import token_routing
 from components.engines.shared.moe_losses import MoELosses
@@ -191,16 +191,16 @@ def make_inputs(
         "micro-batches of one call have as many rows"
     )
     items = [item(number, batch, filler=False) for number, batch in enumerate(microbatches)]
-    last = microbatches[-1]
-    blank = replace(
-        last,
-        labels=torch.full_like(last.labels, IGNORE),
-        seqlens=torch.zeros_like(last.seqlens),  # all padding, so that routers do not count it
-        label_index=None,
-    )
     # The interleaved schedule needs a multiple of pp micro-batches.
     fillers = -len(items) % layout.pp if layout.vpp > 1 else 0
+    blank = without_labels(microbatches[-1])
     return items + [item(-1, blank, filler=True) for _ in range(fillers)]
+
+
+def without_labels(batch: Batch) -> Batch:
+    """Return ``batch`` as nothing but padding, so that losses and routers do not count it."""
+    labels, seqlens = torch.full_like(batch.labels, IGNORE), torch.zeros_like(batch.seqlens)
+    return replace(batch, labels=labels, seqlens=seqlens, label_index=None)
 
 
 def own_positions(values: Tensor, layout: Layout) -> Tensor:

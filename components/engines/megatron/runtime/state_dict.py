@@ -170,7 +170,7 @@ def load_optimizer(path: Path, blocks: HFTensorSlices, update: MegatronOptimizer
 
 
 def load_model(path: Path, blocks: HFTensorSlices, stored: HFTensorSlices, update: Update) -> None:
-    """Restore the weights to evaluate, and neither optimizer state nor random states.
+    """Load the weights to evaluate, without optimizer state and random states.
 
     They are the average of an optimizer such as schedule-free AdamW, or else the trained weights.
     """

@@ -13,6 +13,7 @@ from components.rehearsal.host_values import HostValues
 from components.rehearsal.host_waits import HostWaits
 from components.rehearsal.kernel_rules import KernelRules
 from components.rehearsal.live_memory import LiveMemory
+from components.rehearsal.pinned_memory import PinnedMemory
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
@@ -39,7 +40,7 @@ def test_memory_is_that_of_live_storages() -> None:
     assert sum(memory.at_peak.values()) == memory.peak == 2560
 
 
-ZERO = torch.tensor(0.0)
+ZERO, PINNED, HOST = torch.tensor(0.0), torch.empty(4), torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,13 @@ ZERO = torch.tensor(0.0)
         (aten.nonzero.default, lambda: (on_gpu(4),), {}, 1, 0),
         (aten._to_copy.default, lambda: (on_gpu(4),), {"device": torch.device("cpu")}, 1, 0),
         (aten._to_copy.default, lambda: (torch.empty(4),), {"device": GPU}, 0, 1),
-        (aten._to_copy.default, lambda: (torch.empty(4),), {"device": GPU, "non_blocking": True}, 0, 0),
+        (aten._to_copy.default, lambda: (torch.empty(4),), {"device": GPU, "non_blocking": True}, 0, 1),
+        (aten._to_copy.default, lambda: (PINNED[1:],), {"device": GPU, "non_blocking": True}, 0, 0),
+        (aten._to_copy.default, lambda: (PINNED,), {"device": GPU}, 0, 1),
+        (aten._to_copy.default, lambda: (on_gpu(4),), {"device": HOST, "non_blocking": True}, 0, 0),
         (aten.copy_.default, lambda: (on_gpu(4), torch.empty(4)), {}, 0, 1),
+        (aten.copy_.default, lambda: (torch.empty(4), on_gpu(4), True), {}, 1, 0),
+        (aten.copy_.default, lambda: (PINNED, on_gpu(4), True), {}, 0, 0),
         (aten.index.Tensor, lambda: (on_gpu(4), [on_gpu(4, dtype=torch.bool)]), {}, 1, 0),
         (aten.index.Tensor, lambda: (on_gpu(4), [on_gpu(2, dtype=torch.int64)]), {}, 0, 0),
         (aten.index_put_.default, lambda: (on_gpu(4), [on_gpu(4, dtype=torch.bool)], on_gpu(1)), {}, 1, 0),
@@ -61,8 +67,19 @@ ZERO = torch.tensor(0.0)
 )
 def test_waits_of_the_host(func: Any, args: Any, kwargs: dict[str, Any], waits: int, copies: int) -> None:
     found = HostWaits()
+    found.pinned.follow(aten._pin_memory.default, (ZERO,), {}, PINNED)
     found.see(func, args(), kwargs, kwargs.get("device"))
     assert (found.waits.total(), found.copies.total()) == (waits, copies)
+
+
+def test_memory_that_is_pinned() -> None:
+    """It is what is asked for, and the result of a copy from a GPU for which the host does not wait."""
+    found, without_waiting = PinnedMemory(), {"device": HOST, "non_blocking": True}
+    asked, copied, plain = (torch.empty(4) for _ in range(3))
+    found.follow(aten.empty.memory_format, ((4,),), {"pin_memory": True}, asked)
+    found.follow(aten._to_copy.default, (on_gpu(4),), without_waiting, copied)
+    found.follow(aten._to_copy.default, (ZERO,), without_waiting, plain)
+    assert [found.holds(tensor) for tensor in (asked[2:], copied, plain)] == [True, True, False]
 
 
 def attention_arguments(

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from components.contracts.device_copy import to_device
 from components.engines.megatron.runtime import schedule
 from components.engines.megatron.runtime.attention import packed_seq_params
 from components.engines.megatron.runtime.attention_spans import full_spans, ring_spans
 from components.engines.megatron.runtime.cp_sharding import shard_batch
-from components.engines.megatron.runtime.device_copy import to_device
 from components.engines.megatron.runtime.model import ForwardRequest, LogProbGPTModel
 from components.engines.megatron.runtime.moe_router import token_routing
 from components.engines.shared import process_group, token_log_probs
@@ -100,7 +100,7 @@ def test_no_copy_of_a_pass_is_waited_for(layout: str, cp: int) -> None:
 
 
 def test_a_copy_to_a_gpu_is_from_pinned_memory() -> None:
-    tensor, gpu = Mock(spec=Tensor), torch.device("cuda", 0)
+    tensor, gpu = Mock(spec=Tensor, device=torch.device("cpu")), torch.device("cuda", 0)
     to_device(tensor, gpu)
     pinned = tensor.contiguous.return_value.pin_memory.return_value
     pinned.to.assert_called_once_with(gpu, non_blocking=True)

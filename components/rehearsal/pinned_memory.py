@@ -1,0 +1,26 @@
+"""The host tensors of a rehearsal that a GPU could copy without making the host wait."""
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from components.rehearsal.host_values import Arguments, Keywords, tensors_of
+
+
+class PinnedMemory:
+    """The storages in host memory that would be page-locked. In a rehearsal, all memory is ordinary."""
+
+    def __init__(self) -> None:
+        self._storages = weakref.WeakSet[torch.UntypedStorage]()
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage() in self._storages
+
+    def follow(self, func: OpOverload, args: Arguments, kwargs: Keywords, out: object) -> None:
+        """Add the storage of ``out``, the result of ``func``, if the operator allocates pinned memory."""
+        name = func._schema.name
+        copied = name == "aten::_to_copy" and kwargs.get("non_blocking") and args[0].device.type == "cuda"
+        if name == "aten::_pin_memory" or kwargs.get("pin_memory") or copied:
+            self._storages.update(t.untyped_storage() for t in tensors_of((out,)) if t.device.type == "cpu")
