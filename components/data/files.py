@@ -276,6 +276,8 @@ class FilesData(RecordsData):
 
 def _check_source(where: str, source: Json) -> None:
     for key in source:
+        if key == "weight":
+            raise ConfigError(f"{where}.weight: is called repeats since version 0.2.0; use {where}.repeats.")
         if key not in _SOURCE_KEYS:
             near = get_close_matches(key, _SOURCE_KEYS, n=1) or [", ".join(_SOURCE_KEYS)]
             raise ConfigError(f"{where}.{key}: nothing reads this key; did you mean {near[0]}?")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from components.atomic_write import write_atomic
 from components.contracts.batch import Batch
 from components.contracts.data import BatchShard, BatchStats
 from components.contracts.json_types import Json
@@ -268,7 +269,7 @@ class PreparedData:
             ends = [*(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
             pieces = zip([0, *ends], ends, strict=False)
             samples.append([(tokenizer.decode(ids[a:b].tolist()), bool(mask[a])) for a, b in pieces])
-        (folder / "samples.json").write_text(json.dumps(samples, indent=1) + "\n")
+        write_atomic(folder / "samples.json", json.dumps(samples, indent=1) + "\n")
 
     def to_json(self) -> Json:
         return asdict(self)

@@ -71,4 +71,8 @@ def upgraded(config: Config) -> Json:
             for part in path:
                 node = node.setdefault(part, {})
             node[name] = value
+    data = found.get("data")
+    if isinstance(data, dict) and isinstance(data.get("sources"), list):
+        names = {"weight": "repeats"}
+        data["sources"] = [{names.get(k, k): v for k, v in entry.items()} for entry in data["sources"]]
     return found

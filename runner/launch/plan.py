@@ -4,6 +4,7 @@ import math
 
 from rich.console import Console
 
+from components.atomic_write import write_atomic
 from components.preflight.forecast_report import survey
 from components.preflight.search.layout_search import plan
 from components.preflight.search.memory_advice import check_fits
@@ -26,7 +27,7 @@ def print_forecast(launch: RunPreparation, found: PreparedRun) -> float:
         console.print(found.data.audit.render())
     console.print(report.render_all())
     folder = launch.preflight_folder()
-    (folder / "preflight.json").write_text(report.to_json())
+    write_atomic(folder / "preflight.json", report.to_json())
     console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)
     evaluates = launch.experiment.run.evaluate_only
     if ahead.mode == "only" and case.device.certain:

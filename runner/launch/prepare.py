@@ -5,6 +5,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from components.atomic_write import write_atomic
 from components.contracts.configs import Prepared
 from components.contracts.json_types import Config
 from components.preflight.checks import steps_done
@@ -75,10 +76,10 @@ def prepare(launch: RunPreparation) -> Path:
     ).write(folder)
     write_code_diff(folder)
     audit = found.data.audit.to_json()
-    (folder / "audit.json").write_text(audit)
+    write_atomic(folder / "audit.json", audit)
     found.data.write_bad_records(folder)
     found.data.write_samples(folder, launch.experiment.model.load_tokenizer())
-    (folder / "preflight.json").write_text(forecast.to_json())
+    write_atomic(folder / "preflight.json", forecast.to_json())
     shown = point is None or point.is_first_with(audit)
     table = found.data.audit.render(evaluates=evaluates)
     data = table if shown else "data        as in an earlier job of the sweep: audit.json"

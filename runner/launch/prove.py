@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import torch
 
+from components.atomic_write import write_atomic
 from components.contracts.errors import ConfigError, TrainingError
 from components.contracts.json_types import Config, Json
 from components.contracts.parallelism import ParallelismSpec
@@ -71,7 +72,7 @@ def print_proof(launch: RunPreparation) -> float:
         compare("control: must differ", folder / "layout", reference, control=True),
     ]
     report = {"changed": changed, "bound": BOUND, "proof": [asdict(errors) for errors in found]}
-    (folder / "preflight.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_atomic(folder / "preflight.json", json.dumps(report, indent=2) + "\n")
     table = [errors.row() for errors in found]
     launch.console.print(tabulate("changed for the proof", changed), tabulate("proof", table), sep="\n")
     launch.console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)

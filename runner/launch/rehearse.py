@@ -5,6 +5,7 @@ import math
 import subprocess
 from pathlib import Path
 
+from components.atomic_write import write_atomic
 from components.contracts.errors import ConfigError, TrainingError
 from components.contracts.json_types import Json
 from components.preflight.checks import check_steps
@@ -45,7 +46,7 @@ def print_rehearsal(launch: RunPreparation, found: PreparedRun) -> float:
     record = run_rehearsal(folder, library, request)
     told = report(case, stage[rank], record, ahead.num_steps)
     forecast = survey(case, launch.config)
-    (folder / "preflight.json").write_text(Report({**forecast.sections, **told.sections}, {}).to_json())
+    write_atomic(folder / "preflight.json", Report({**forecast.sections, **told.sections}, {}).to_json())
     console.print(found.data.audit.render(), forecast.render(), told.render_all(), told.render(), sep="\n")
     console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)
     if record["violations"]:

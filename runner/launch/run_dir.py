@@ -113,7 +113,7 @@ def write_code_diff(folder: Path) -> None:
     plain = ("--no-ext-diff", "--no-color", "--binary")  # whatever the user's configuration of git says
     diff = git("diff", *plain, "HEAD") if git_commit() is not None else None
     if diff:
-        (folder / "code.diff").write_text(diff, encoding="utf-8")
+        write_atomic(folder / "code.diff", diff)
 
 
 def git_commit() -> str | None:

@@ -5,6 +5,7 @@ import pkgutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from components.atomic_write import write_atomic
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
 from components.json_text import as_type, one_line, read_json
@@ -24,7 +25,7 @@ class PrunerFile:
 
 def leave_pruner(sweep: Path, target: str, options: Config) -> None:
     """Write the file from which jobs build their pruner: ``target`` (module:class) with ``options``."""
-    (sweep / FILE).write_text(json.dumps(asdict(PrunerFile(target, dict(options)))) + "\n")
+    write_atomic(sweep / FILE, json.dumps(asdict(PrunerFile(target, dict(options)))) + "\n")
 
 
 def leave_no_pruner(sweep: Path) -> None:

@@ -121,7 +121,8 @@ def finish_sweep(folder: Path, code: int) -> int:
     print_table(records, Console())
     print(", ".join(f"{count} {status}" for status, count in counts.items()))
     if winner is not None:
-        (folder / "best.yaml").write_text(yaml.safe_dump(describe_best(winner), sort_keys=False, width=1000))
+        text = yaml.safe_dump(describe_best(winner), sort_keys=False, width=1000)
+        write_atomic(folder / "best.yaml", text)
         print(f"best: job {winner.number}, loss {winner.loss:.4f}: {folder / 'best.yaml'}")
     elif not are_comparable(records):
         print("no best job: losses of different stages, or of other options of a stage, are not comparable")

@@ -474,7 +474,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["data=files", "data.train={tmp}/long.jsonl", "data.max_length=16"],
         ["long.jsonl", "data.max_length"],
     ),
-    "weights": (["data=files", "data.sources=[{path: {tmp}/chat.jsonl, weight: -1}]"], ["data.sources"]),
+    "weights": (
+        ["data=files", "data.sources=[{path: {tmp}/chat.jsonl, repeats: -1}]"],
+        ["data.sources[0].repeats"],
+    ),
+    "old name of repeats": (
+        ["data=files", "data.sources=[{path: {tmp}/chat.jsonl, weight: 2}]"],
+        ["data.sources[0].weight", "repeats"],
+    ),
     "nothing to evaluate on": (
         ["data=files", "data.train={tmp}/chat.jsonl", "run.eval_every=2"],
         ["run.eval_every", "data.eval_fraction"],
