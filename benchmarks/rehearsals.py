@@ -38,7 +38,7 @@ class Case:
     gib: float = 1.5
     """Limit of the resident memory of the largest process."""
     waits: int = 0
-    """Limit of the waits of the host within micro-batches: those for the numbers of tokens of experts."""
+    """Limit of the waits of the host within micro-batches: for experts, whose tokens are counted and selected."""
 
 
 CASES = {
@@ -74,6 +74,15 @@ CASES = {
         ),
         180,
         waits=96,
+    ),
+    "30B-A3B, Megatron ep8": Case(
+        (
+            *("model=qwen3_30b_a3b", "parallelism=megatron", "parallelism.dp=8", "parallelism.ep=8"),
+            *("parallelism.distributed_optimizer=true", "parallelism.activation_checkpointing=full"),
+            *REHEARSED,
+        ),
+        180,
+        waits=288,
     ),
     "8B, 131,072 tokens, FSDP2 cp8": Case(
         (*SEQUENCE, "parallelism=fsdp2", "parallelism.dp=1", "parallelism.cp=8"), 90
