@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
 
 RECOMPUTED_MORE: Mapping[str, tuple[str, ...]] = {
     "none": ("selective", "full"),
@@ -23,6 +24,13 @@ def recomputed_modules(how: str, modules: Sequence[Module] | None) -> tuple[Modu
     if how != "selective":
         return ()
     return ("core_attn",) if modules is None else tuple(modules)
+
+
+def recompute_more(how: str, modules: Sequence[Module] | None, first: int | None) -> list[Json]:
+    """Return changes of the keys ``activation_checkpointing=how`` and so on that recompute more."""
+    reset: Json = {} if modules is None else {"recompute_modules": None}
+    found = [{"activation_checkpointing": kind} | reset for kind in RECOMPUTED_MORE[how]]
+    return found if first is None else [*found, {"recompute_num_layers": None}]
 
 
 def recomputed_share(how: str, first: int | None, chunks: Sequence[int]) -> float:

@@ -6,7 +6,7 @@ from math import gcd
 from components.contracts.json_types import Config, Json
 from components.engines.fsdp2.layout import FSDP2Layout
 from components.engines.shared.parallel_dims import divisors
-from components.engines.shared.recomputation import RECOMPUTED_MORE, recomputed_modules, recomputed_share
+from components.engines.shared.recomputation import recompute_more, recomputed_modules, recomputed_share
 from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
@@ -124,13 +124,9 @@ def whole_updates(layout: FSDP2Layout, size: ModelSize, shards: int) -> Iterator
 def memory_savers(layout: FSDP2Layout, world_size: int) -> list[Json]:
     """Return changes of keys that may save memory, first those that keep the number of ranks."""
     dp = layout.dp_size(world_size)
-    found: list[Json] = [
-        {"activation_checkpointing": kind}
-        | ({} if layout.recompute_modules is None else {"recompute_modules": None})
-        for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
-    ]
-    if layout.recompute_num_layers is not None:
-        found.append({"recompute_num_layers": None})
+    found = recompute_more(
+        layout.activation_checkpointing, layout.recompute_modules, layout.recompute_num_layers
+    )
     if not layout.reshard_after_forward:
         found.append({"reshard_after_forward": True})
     if layout.prefetch_groups is not None or layout.blocks_per_group > 1:

@@ -7,7 +7,7 @@ from components.contracts.json_types import Config, Json
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.pipeline_split import layers_of_chunks
 from components.engines.shared.parallel_dims import divisors
-from components.engines.shared.recomputation import RECOMPUTED_MORE, recomputed_modules, recomputed_share
+from components.engines.shared.recomputation import recompute_more, recomputed_modules, recomputed_share
 from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
@@ -134,13 +134,9 @@ def whole_updates(layout: Layout, size: ModelSize, ranks: int, itemsize: int) ->
 def memory_savers(layout: Layout, world_size: int) -> list[Json]:
     """Return changes of keys that may save memory, first those that keep the number of ranks."""
     dp = world_size // layout.model_ranks
-    found: list[Json] = [
-        {"activation_checkpointing": kind}
-        | ({} if layout.recompute_modules is None else {"recompute_modules": None})
-        for kind in RECOMPUTED_MORE[layout.activation_checkpointing]
-    ]
-    if layout.recompute_num_layers is not None:
-        found.append({"recompute_num_layers": None})
+    found = recompute_more(
+        layout.activation_checkpointing, layout.recompute_modules, layout.recompute_num_layers
+    )
     if not layout.distributed_optimizer and dp * layout.cp > 1:
         found.append({"distributed_optimizer": True})
     if not layout.sequence_parallel and layout.tp > 1:
