@@ -9,18 +9,23 @@ from tests.e2e.commands import rows, run_here
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 CASES = {
-    "alpaca_en_demo.json": ("sft", "alpaca", "optimizer.lr=3e-3"),
-    "dpo_en_demo.json": ("dpo", "preference", "optimizer.lr=1e-4"),
-    "c4_demo.jsonl": ("pt", "text", "optimizer.lr=3e-3"),
-    "wiki_demo.txt": ("pt", "text", "optimizer.lr=3e-3"),
+    "alpaca": ("alpaca_en_demo.json", "alpaca", ["stage=sft", "optimizer.lr=3e-3"]),
+    "alpaca qlora": (
+        "alpaca_en_demo.json",
+        "alpaca",
+        ["stage=sft", "optimizer.lr=3e-2", "adapter=qlora", "parallelism=fsdp2"],
+    ),
+    "dpo": ("dpo_en_demo.json", "preference", ["stage=dpo", "optimizer.lr=1e-4"]),
+    "c4": ("c4_demo.jsonl", "text", ["stage=pt", "optimizer.lr=3e-3"]),
+    "wiki": ("wiki_demo.txt", "text", ["stage=pt", "optimizer.lr=3e-3"]),
 }
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the folder ../shared/data is not there")
-@pytest.mark.parametrize("name", CASES)
-def test_twenty_steps(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    stage, kind, rate = CASES[name]
-    data = ("data=files", f"data.train={DATA / name}", f"stage={stage}", rate, "data.max_length=256")
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_steps(tmp_path: Path, case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    name, kind, words = CASES[case]
+    data = ("data=files", f"data.train={DATA / name}", *words, "data.max_length=256")
     run = run_here(
         tmp_path, *data, "run.max_steps=20", "run.log_every=1", "run.export=false", "run.device=cpu"
     )
