@@ -111,6 +111,22 @@ def test_arguments_of_the_attention_kernel(changes: dict[str, Any], words: str |
     assert words is None or any(words in text for text in rules.violations)
 
 
+@pytest.mark.parametrize(
+    ("width", "dtype", "words"),
+    [
+        (16, torch.bfloat16, None),
+        (12, torch.bfloat16, "the left operand has rows of 24 bytes"),
+        (16, torch.float32, "the right operand is torch.float32"),
+    ],
+)
+def test_arguments_of_the_grouped_kernel(width: int, dtype: torch.dtype, words: str | None) -> None:
+    left, right = on_gpu(6, width, dtype=dtype), on_gpu(2, width, 8, dtype=dtype)
+    rules = KernelRules(HostValues())
+    rules.check(aten._grouped_mm.default, (left, right))
+    assert (words is None) == (not rules.violations)
+    assert words is None or any(words in text for text in rules.violations)
+
+
 def test_arithmetic_of_products_and_causal_attention() -> None:
     found = Arithmetic()
     a, b = on_gpu(3, 5), on_gpu(5, 7)

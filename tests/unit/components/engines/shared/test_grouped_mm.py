@@ -1,0 +1,27 @@
+"""When torch's kernel for the products of all experts is used."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from components.engines.shared.grouped_mm import has_grouped_kernel
+
+
+@pytest.mark.parametrize(
+    ("capability", "width", "dtype", "expected"),
+    [
+        ((9, 0), 64, torch.bfloat16, True),
+        ((8, 0), 64, torch.bfloat16, False),  # there torch copies the loads to the host
+        ((9, 0), 60, torch.bfloat16, False),
+        ((9, 0), 64, torch.float32, False),
+    ],
+)
+def test_what_the_kernel_needs(
+    capability: tuple[int, int], width: int, dtype: torch.dtype, expected: bool
+) -> None:
+    with FakeTensorMode():
+        rows = torch.empty(4, width, device="cuda", dtype=dtype)
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
+        assert has_grouped_kernel(rows, outputs=32) is expected
