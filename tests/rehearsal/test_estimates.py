@@ -398,6 +398,8 @@ def test_the_estimate_is_the_peak(name: str, tmp_path: Path) -> None:
     assert found.estimate == pytest.approx(found.peak, rel=WITHIN)
     if name not in OTHER_SHARE:
         check_traffic_of_weights(found)
+    if KEPT in LARGE[name] and "stage=pt" in LARGE[name]:
+        check_flops(found)
     if "qlora" in name:
         (memory,) = found.sections["memory"]
         assert memory["weights"] < 8 * GIB
@@ -451,6 +453,14 @@ def check_traffic_of_weights(found: Rehearsed) -> None:
     for row in found.sections["communication"]:
         if row["dimension"] in ("dp", "dp_shard"):
             assert row["estimated_bytes"] == pytest.approx(row["sent_bytes"], rel=WITHIN, abs=1e6)
+
+
+def check_flops(found: Rehearsed) -> None:
+    """Compare with the forecast, which MFU counts too: a mean over steps, for the tokens of all ranks."""
+    batch = found.sections["batch"]
+    tokens = batch["tokens_of_largest_microbatch"] * batch["microbatches_per_rank"]
+    flops = sum(row["flops"] for row in found.record["flops"])
+    assert flops == pytest.approx(found.sections["step"]["flops"] * tokens / batch["tokens"], rel=WITHIN)
 
 
 def check_traffic(found: Rehearsed, dimension: str, within: float = WITHIN) -> None:
