@@ -204,7 +204,7 @@ class Batch:
         return {name: values for name in names if (values := getattr(self, name)) is not None}
 
     def _at(self, keep: Tensor, dim: int) -> Fields:
-        """Return those tensors, by name, with the entries of dimension ``dim`` for which ``keep`` is True."""
+        """Return the tensors of ``_by_position`` without entries of ``dim`` for which ``keep`` is False."""
         places, tensors = keep.nonzero()[:, 0], self._by_position()
         return {n: t.index_select(dim, to_device(places, t.device)) for n, t in tensors.items()}
 

@@ -10,16 +10,20 @@ from components.rehearsal.host_values import Arguments, Keywords, tensors_of
 
 
 class PinnedMemory:
-    """The storages in host memory that would be page-locked. In a rehearsal, all memory is ordinary."""
+    """The storages of host memory that a run on a GPU would page-lock. A rehearsal does not lock them."""
 
     def __init__(self) -> None:
         self._storages = weakref.WeakSet[torch.UntypedStorage]()
 
     def holds(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor``, which may be a view, is in pinned memory."""
         return tensor.untyped_storage() in self._storages
 
     def follow(self, func: OpOverload, args: Arguments, kwargs: Keywords, out: object) -> None:
-        """Add the storage of ``out``, the result of ``func``, if the operator allocates pinned memory."""
+        """Add the storage of ``out``, the result of ``func``, if the operator allocates pinned memory.
+
+        A copy from a GPU for which the host does not wait does, too.
+        """
         name = func._schema.name
         copied = name == "aten::_to_copy" and kwargs.get("non_blocking") and args[0].device.type == "cuda"
         if name == "aten::_pin_memory" or kwargs.get("pin_memory") or copied:
