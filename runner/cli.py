@@ -86,11 +86,16 @@ job = application(run_job)
 def execute(config: DictConfig, on_folder: Callable[[Path], object] = str) -> float:
     began, where = time.time(), provenance()
     plain = resolved(config, where)
-    if sys.stderr.isatty() and "torch" not in sys.modules:
-        print("loading torch ...", file=sys.stderr)
+    announce_loading()
     from runner.launch.run import run
 
     return run(plain, where, sys.argv, began, on_folder)
+
+
+def announce_loading() -> None:
+    """Print a line on a terminal before torch is imported, which takes seconds."""
+    if sys.stderr.isatty() and "torch" not in sys.modules:
+        print("loading torch ...", file=sys.stderr)
 
 
 def sweep_point() -> SweepJob:

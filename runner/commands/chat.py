@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
-from runner.cli import run_or_answer
+from runner.cli import announce_loading, run_or_answer
 from runner.commands import sampling
 from runner.commands.arguments import Keys, parse_pairs
 
@@ -37,6 +37,7 @@ def chat(arguments: Sequence[str]) -> None:
     """
     given = parse_pairs(arguments, KEYS, "checkpoint", usage=__doc__)
     options, seed = sampling.read_sampling(given)
+    announce_loading()
     import torch
 
     from components.data.records.messages import with_default_system

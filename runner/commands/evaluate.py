@@ -123,7 +123,8 @@ def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: if neither the adapter nor ``given`` names a base model.
     """
-    from components.adapters.peft_folder import as_overrides  # imports torch, which takes seconds
+    cli.announce_loading()
+    from components.adapters.peft_folder import as_overrides  # imports torch
 
     own = [f"{key}={hydra_value(value)}" for key, value in as_overrides(adapter).items()]
     if "model.path" not in map(name_of, [*own, *given]):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from components.contracts.errors import ConfigError
-from runner.cli import run_or_answer
+from runner.cli import announce_loading, run_or_answer
 from runner.commands.arguments import Keys, first_line, parse_pairs
 
 KEYS: Keys = {
@@ -54,6 +54,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
 
 def export(arguments: Sequence[str]) -> None:
     given = parse(arguments)
+    announce_loading()
     if "checkpoint" in given:
         print(export_checkpoint(given))
         return

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
-from runner.cli import run_or_answer
+from runner.cli import announce_loading, run_or_answer
 from runner.commands import sampling
 from runner.commands.arguments import Keys, parse_pairs, whole_number
 from runner.distribution import pip_install
@@ -55,6 +55,7 @@ def generate(arguments: Sequence[str]) -> None:
     score = scorer(metric)
     options, seed = sampling.read_sampling(given)
     batch_size = whole_number(given, "batch_size", 8, least=1)
+    announce_loading()
     import torch
 
     from components.data.progress import show_progress

@@ -114,7 +114,11 @@ def display(path: Path) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``did you mean 'x'?``, or the list of known words if none is similar."""
+    """Return ``did you mean 'x'?``, or the list of known words if none is similar.
+
+    Keys with the same last part are the most similar: ``run.dtype`` to ``model.dtype``.
+    """
     options = sorted(known)
-    near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    same = [option for option in options if option.rpartition(".")[2] == word.rpartition(".")[2]]
+    near = difflib.get_close_matches(word, same or options, n=1, cutoff=0.0 if same else 0.6)
     return f"did you mean '{near[0]}'?" if near else f"known: {', '.join(options)}."

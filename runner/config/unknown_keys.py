@@ -61,12 +61,31 @@ def counterpart(word: str) -> str | None:
 
     None means that no tool has an option of this name.
     """
-    name = word.lstrip("-+").replace("-", "_").rsplit(".", 1)[-1]
+    name = last_name(word)
     for tool, options in dictionary().items():
         if name in options:
             row = options[name]
             return f"use {row.here}{f' ({row.remark})' if row.remark else ''} for {tool}'s {name}."
     return None
+
+
+def reason(word: str, known: Iterable[str]) -> str | None:
+    """Return why another tool's option ``word`` is not needed here, or what does its work.
+
+    None means that no tool has such an option, or that a key in ``known`` has the same name.
+    """
+    name = last_name(word)
+    if name in {last_name(key) for key in known}:
+        return None
+    for rules in documents()[1].values():
+        for kind in ("not_needed", "no_equivalent"):
+            if name in rules.get(kind, {}):
+                return f"{rules[kind][name]}."
+    return None
+
+
+def last_name(word: str) -> str:
+    return word.lstrip("-+").replace("-", "_").rsplit(".", 1)[-1]
 
 
 def translations(words: Iterable[str]) -> str:
@@ -105,7 +124,7 @@ def unknown_key(key: str, source: str, known: Iterable[str]) -> ConfigError:
     if key in RENAMED:
         return ConfigError(f"{key} ({source}): is {RENAMED[key]} now; use that name.")
     options = sorted(known)
-    hint = counterpart(key) or did_you_mean(key, options)
+    hint = counterpart(key) or reason(key, options) or did_you_mean(key, options)
     if hint.startswith("known: ") and len(options) > MOST_LISTED:
         hint = (
             "`python -m runner --cfg job` prints all keys, and docs/dictionary.md names other tools' options."

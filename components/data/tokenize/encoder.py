@@ -25,6 +25,10 @@ Content = Record | PairAnswer | Sample
 """The content of one sample: a record, one answer of a preference record, or a finished sample."""
 
 
+CONVERSATIONS = ("messages", "prompt", "chosen", "rejected", "completion")
+"""Fields of samples that may hold messages."""
+
+
 @dataclass(frozen=True)
 class KLPair:
     """A record of unpaired data with the completion of another record as its mismatched answer."""
@@ -190,17 +194,16 @@ class Encoder:
         if not isinstance(item, dict | PairAnswer):
             return item, ()
         sample, unread = normalize(item, self.options, origin)
-        record = item.record if isinstance(item, PairAnswer) else item
-        return sample, [*unread, *self._unread_by_template(record)]
+        return sample, [*unread, *self._unread_by_template(sample)]
 
-    def _unread_by_template(self, record: Record) -> Iterator[str]:
+    def _unread_by_template(self, sample: Sample) -> Iterator[str]:
         """Yield the reasoning fields of messages that the chat template of the tokenizer does not read."""
         source = str(self.tokenizer.chat_template)
-        for name, value in record.items():
-            turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
-            for key in REASONING_KEYS:
-                if any(turn.get(key) for turn in turns) and not re.search(rf"\b{key}\b", source):
-                    yield f"{name}[].{key}"
+        unread = [key for key in REASONING_KEYS if not re.search(rf"\b{key}\b", source)]
+        for name in CONVERSATIONS:
+            turns: Turns = getattr(sample, name, "")
+            if not isinstance(turns, str):
+                yield from (f"{name}[].{key}" for key in unread if any(turn.get(key) for turn in turns))
 
     def _fit(self, encoded: list[Encoded]) -> list[Encoded] | None:
         if self.kind != "unpaired":

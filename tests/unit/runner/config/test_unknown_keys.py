@@ -78,6 +78,19 @@ def test_a_word_of_another_tool_is_known(word: str, answer: str | None) -> None:
     assert counterpart(word) == answer
 
 
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("do_train", "training is what the command does."),
+        ("special_tokens", "set them in the folder of the tokenizer."),
+        ("model.dtype", "did you mean 'run.dtype'?"),  # a reason of another tool says less
+        ("optimizer.weight_decai", "did you mean 'optimizer.weight_decay'?"),
+    ],
+)
+def test_an_option_that_is_not_needed_or_is_elsewhere(word: str, answer: str, known: set[str]) -> None:
+    assert str(unknown_key(word, "the command line", known)).endswith(f"nothing reads this key; {answer}")
+
+
 VALUES = [(key, value) for key, answers in documents()[2]["values"].items() for value in answers]
 
 

@@ -444,6 +444,9 @@ def test_reasoning_that_the_template_does_not_read_is_listed(
     plain = [turns[0], turns[1] | {"thinking": ""}]
     records: list[EncoderInput] = [({"messages": turns}, "a:1"), ({"messages": plain}, "a:2")]
     assert chat_encoder(records).unread == {"messages[].thinking": 1}
+    parts = [{"type": "reasoning", "value": "1 + 1"}, {"type": "text", "value": "2"}]
+    of_parts = {"messages": [turns[0], {"role": "assistant", "content": parts}]}
+    assert chat_encoder([(of_parts, "a:3")]).unread == {"messages[].reasoning_content": 1}
     reads = copy.copy(tokenizer)
     reads.chat_template = f"{{# enable_thinking #}}{tokenizer.chat_template}"
     assert replace(chat_encoder, tokenizer=reads)(records).unread == {"messages[].thinking": 1}
