@@ -14,6 +14,8 @@ from components.preflight.search.rank_groups import format_ranks, groups
 TOP_LINES = 15
 """Maximum number of lines of code that the report lists with the memory that they allocated.
 ``rehearsal.json`` contains all."""
+INSIDE = ("reference", "forward", "backward")
+"""The moments of a step in which micro-batches are computed."""
 LIMITS = (
     "Not rehearsed: values, time, kernels (triton, Transformer Engine, run.compile), memory inside of "
     "kernels, fragmentation, buffers of NCCL and cuBLAS. Routers are balanced, and peers send what this rank "
@@ -26,7 +28,7 @@ def report(case: Candidate, stage: int, record: Json, steps: int) -> Report:
     memory, estimate = record["memory"], case.memory[stage].total
     waits = [row for row in record["waits"] if row["moment"] != "save"]
     copies = [row for row in record["blocking_copies"] if row["moment"] != "save"]
-    inside = sum(row["count"] for row in (*waits, *copies) if row["moment"] in ("forward", "backward"))
+    inside = sum(row["count"] for row in (*waits, *copies) if row["moment"] in INSIDE)
     fits = memory["peak"] <= case.device.memory
     traffic = traffic_rows(case, record["traffic"])
     sections: dict[str, Config | Sequence[Config]] = {

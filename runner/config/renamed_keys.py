@@ -72,7 +72,9 @@ def upgraded(config: Config) -> Json:
                 node = node.setdefault(part, {})
             node[name] = value
     data = found.get("data")
-    if isinstance(data, dict) and isinstance(data.get("sources"), list):
-        names = {"weight": "repeats"}
-        data["sources"] = [{names.get(k, k): v for k, v in entry.items()} for entry in data["sources"]]
+    # A data class of a user's own may have sources of another kind.
+    if isinstance(data, dict) and str(data.get("_target_")).startswith("components.data."):
+        for entry in data.get("sources") or ():
+            if isinstance(entry, dict) and "weight" in entry:
+                entry["repeats"] = entry.pop("weight")
     return found

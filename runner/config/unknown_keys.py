@@ -72,15 +72,16 @@ def counterpart(word: str) -> str | None:
 def reason(word: str, known: Iterable[str]) -> str | None:
     """Return why another tool's option ``word`` is not needed here, or what does its work.
 
-    None means that no tool has such an option, or that a key in ``known`` has the same name.
+    None means that no tool has such an option, that a key in ``known`` has the same name, or that ``word`` is
+    in a group of this program other than ``run``.
     """
     name = last_name(word)
-    if name in {last_name(key) for key in known}:
+    if word.lstrip("-+").partition(".")[0] not in (name, "run") or name in {last_name(key) for key in known}:
         return None
     for rules in documents()[1].values():
         for kind in ("not_needed", "no_equivalent"):
             if name in rules.get(kind, {}):
-                return f"{rules[kind][name]}."
+                return f"if another tool's option is meant: {rules[kind][name]}."
     return None
 
 

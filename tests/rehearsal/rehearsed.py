@@ -7,14 +7,13 @@ from typing import Any
 from unittest import mock
 
 from components.contracts.json_types import Json
+from components.rehearsal.tables import INSIDE
 from runner.training.rehearsal import rehearse_rank
 from tests.e2e.commands import call_here
 from tests.forkserver import Process
 from tests.patience import patience
 
 LIMIT_S = 120
-INSIDE = ("reference", "forward", "backward")
-"""The moments of a step in which micro-batches are computed."""
 GIB = 2**30
 
 

@@ -183,7 +183,7 @@ MEGATRON = {
 
 EXPECTED_WAITS = {
     "components/engines/fsdp2/grouped_experts.py": "numbers of tokens per expert are sizes of the all-to-all",
-    "components/losses/kto.py": "KL is one number of a step, which the host adds up over the ranks",
+    "item at components/losses/kto.py": "KL is one number of a step, which the host adds up over the ranks",
     "_fully_shard/_fsdp_param_group.py": "with cpu_offload, gradients go to host memory",
     "megatron/core/transformer/moe/token_dispatcher.py": "numbers of tokens are sizes of the all-to-all",
     "megatron/core/transformer/moe/moe_utils.py": "tokens are selected by a mask",

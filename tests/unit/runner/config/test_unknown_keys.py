@@ -81,8 +81,11 @@ def test_a_word_of_another_tool_is_known(word: str, answer: str | None) -> None:
 @pytest.mark.parametrize(
     ("word", "answer"),
     [
-        ("do_train", "training is what the command does."),
-        ("special_tokens", "set them in the folder of the tokenizer."),
+        ("do_train", "if another tool's option is meant: training is what the command does."),
+        (
+            "run.tf32",
+            "if another tool's option is meant: matrix products of fp32 weights keep torch's own precision.",
+        ),
         ("model.dtype", "did you mean 'run.dtype'?"),  # a reason of another tool says less
         ("optimizer.weight_decai", "did you mean 'optimizer.weight_decay'?"),
     ],
