@@ -38,7 +38,7 @@ class Case:
     gib: float = 1.5
     """Limit of the resident memory of the largest process."""
     waits: int = 0
-    """Limit of the waits of the host within micro-batches, to count and to select the tokens of experts."""
+    """Limit of the waits of the host within micro-batches. It waits to count and select tokens of experts."""
 
 
 CASES = {

@@ -88,7 +88,7 @@ class Batch:
     def to(self, device: torch.device) -> Self:
         """Return this micro-batch on ``device``, except ``pair_index`` and ``sequence_labels``.
 
-        The host reads those two, so they stay in its memory. It does not wait for the copies of the others.
+        The host reads those two, so they stay in its memory. It does not wait for copies of other tensors.
         """
         tensors = self._tensors() | {"label_index": self.labelled()}
         moved: Fields = {name: to_device(tensor, device) for name, tensor in tensors.items()}

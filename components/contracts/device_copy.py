@@ -1,17 +1,18 @@
-"""Copies from host memory to a device, for which the host does not wait."""
+"""Copies to a device that do not block the host."""
 
 import torch
 from torch import Tensor
 
-WITHOUT_MEMORY = ("cpu", "meta")
-"""Kinds of device that have no memory of their own, to which a copy needs no pinned memory."""
+UNPINNED = ("cpu", "meta")
+"""Kinds of device to which tensors are copied without pinning."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return ``tensor`` on ``device``; a tensor in host memory is pinned first, unless it is already.
+    """Return ``tensor`` on ``device``. A host tensor is copied to pinned memory first, unless it is there.
 
-    A copy from pageable memory would make the host wait until the device has done all of its earlier work.
+    For a copy from pageable memory, the host may wait until the device has done all of its earlier work.
     """
-    if tensor.device.type == "cpu" and device.type not in WITHOUT_MEMORY:
-        tensor = tensor.contiguous().pin_memory()  # an expanded tensor cannot be pinned
+    if tensor.device.type == "cpu" and device.type not in UNPINNED:
+        # Expanded tensors cannot be pinned, and other strides would be copied through pageable memory.
+        tensor = tensor.contiguous().pin_memory()
     return tensor.to(device, non_blocking=True)

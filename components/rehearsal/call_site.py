@@ -7,7 +7,8 @@ from types import CodeType, FrameType
 
 ROOT = f"{Path(__file__).resolve().parents[2]}/"
 OWN = (f"{ROOT}components/", f"{ROOT}runner/")
-SKIPPED = f"{ROOT}components/rehearsal/"
+SKIPPED = (f"{ROOT}components/rehearsal/", f"{ROOT}components/contracts/device_copy.py")
+"""Files whose callers are shown in their place."""
 LIBRARIES = ("megatron/core", "transformers/models", "torch/distributed/fsdp", "torch/optim", "peft/")
 
 
@@ -15,8 +16,8 @@ LIBRARIES = ("megatron/core", "transformers/models", "torch/distributed/fsdp", "
 def shown(code: CodeType) -> tuple[str, bool] | None:
     """Return the short name of the file of ``code``, and whether the file is one of the program.
 
-    None means that lines of the file are not shown: it belongs to the rehearsal, or to neither the program
-    nor ``LIBRARIES``.
+    None means that lines of the file are not shown: it is one of ``SKIPPED``, or belongs to neither the
+    program nor ``LIBRARIES``.
     """
     name = code.co_filename
     if name.startswith(SKIPPED):

@@ -1,4 +1,4 @@
-"""Operators for which the host waits until the GPU has finished, and copies that block it."""
+"""Operators for which the host waits until the GPU has finished, and copies that block the host."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -40,8 +40,7 @@ class Wait:
     """One place where the host waits for the device or blocks on a copy."""
 
     kind: str
-    """The operator, or for a copy without ``non_blocking`` or from or to pageable memory: ``copy to cuda`` or
-    ``copy to cpu``."""
+    """Name of the operator. For a copy that blocks the host: ``copy to cuda`` or ``copy to cpu``."""
     moment: str
     site: str
 
@@ -67,10 +66,11 @@ class HostWaits:
         name = func._schema.name
         if name == "aten::_to_copy":
             if target is not None:
-                self._copy(args[0], target, non_blocking=bool(kwargs.get("non_blocking")))
+                dtype = kwargs.get("dtype") or args[0].dtype
+                self._copy(args[0], target, dtype, non_blocking=bool(kwargs.get("non_blocking")))
         elif name == "aten::copy_":
             non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-            self._copy(args[1], args[0].device, non_blocking=non_blocking, into=args[0])
+            self._copy(args[1], args[0].device, args[0].dtype, non_blocking=non_blocking, into=args[0])
         elif name in SYNCHRONIZING or (name == REPEAT and kwargs.get("output_size") is None):
             self.wait(name.removeprefix("aten::"))
         elif name in INDEXING:
@@ -78,14 +78,25 @@ class HostWaits:
                 self._index(name.removeprefix("aten::"), index, args[0], fills=writes_a_number(args))
 
     def _copy(
-        self, source: Tensor, target: torch.device, *, non_blocking: bool, into: Tensor | None = None
+        self,
+        source: Tensor,
+        target: torch.device,
+        dtype: torch.dtype,
+        *,
+        non_blocking: bool,
+        into: Tensor | None = None,
     ) -> None:
-        """Record a copy that makes the host wait; ``into`` is None if the result gets new pinned memory."""
-        directions = (source.device.type, target.type)
-        if directions == ("cuda", "cpu"):
-            if not (non_blocking and (into is None or self.pinned.holds(into))):
-                self.wait("copy to cpu")
-        elif directions == ("cpu", "cuda") and not (non_blocking and self.pinned.holds(source)):
+        """Record a copy to a tensor of ``dtype`` on ``target`` if it blocks the host.
+
+        ``into`` is that tensor if it exists. A new one in host memory is pinned by torch if ``non_blocking``.
+        torch copies through pageable memory if the host tensor is not contiguous, or if it is the source and
+        gets another dtype (ATen/native/cuda/Copy.cu).
+        """
+        directions, host = (source.device.type, target.type), source if source.is_cpu else into
+        overlaps = non_blocking and (host is None or (self.pinned.holds(host) and host.is_contiguous()))
+        if directions == ("cuda", "cpu") and not overlaps:
+            self.wait("copy to cpu")
+        elif directions == ("cpu", "cuda") and not (overlaps and source.dtype == dtype):
             self.blocking_copy("copy to cuda")
 
     def _index(self, name: str, index: Tensor, indexed: Tensor, *, fills: bool) -> None:

@@ -51,7 +51,7 @@ class RehearsalMode(TorchDispatchMode):
         self.rules = KernelRules(self.values)
         self.step = "build"
         self._special: dict[str, Callable[[OpOverload, Arguments, Keywords], object]] = {
-            "aten::_pin_memory": lambda _, args, __: self._copy_of(args[0]),
+            "aten::_pin_memory": self._pinned,
             "aten::_local_scalar_dense": lambda _, args, __: self._scalar(args[0]),
             "c10d": self._exchange,
             "_c10d_functional": self._functional_exchange,
@@ -105,7 +105,7 @@ class RehearsalMode(TorchDispatchMode):
     def _compute(
         self, func: OpOverload, args: Arguments, kwargs: Keywords, target: torch.device | None
     ) -> object:
-        """Record an operator that computes, and return its fake result."""
+        """Record an operator that is none of ``_special``, and return its fake result."""
         if is_accumulation(func, args):
             func = aten.add_.Tensor
         self.waits.see(func, args, kwargs, target)
@@ -130,9 +130,11 @@ class RehearsalMode(TorchDispatchMode):
         with self.fake:
             return func(*lifted_args, **lifted_kwargs)
 
-    def _copy_of(self, tensor: Tensor) -> Tensor:
+    def _pinned(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> Tensor:
         with self.fake:
-            return torch.empty_like(tensor)
+            out = torch.empty_like(args[0])
+        self.values.follow(func, args, kwargs, out)
+        return out
 
     def _lift(self, value: object) -> object:
         """Return a fake tensor in place of a host tensor, also in lists, and any other value as it is.

@@ -1,4 +1,4 @@
-"""The host tensors of a rehearsal that a GPU could copy without making the host wait."""
+"""Which host tensors of a rehearsal would be in pinned memory on a machine with a GPU."""
 
 import weakref
 
@@ -22,7 +22,7 @@ class PinnedMemory:
     def follow(self, func: OpOverload, args: Arguments, kwargs: Keywords, out: object) -> None:
         """Add the storage of ``out``, the result of ``func``, if the operator allocates pinned memory.
 
-        A copy from a GPU for which the host does not wait does, too.
+        That includes a copy from a GPU with ``non_blocking``, whose result torch pins.
         """
         name = func._schema.name
         copied = name == "aten::_to_copy" and kwargs.get("non_blocking") and args[0].device.type == "cuda"

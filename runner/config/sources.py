@@ -116,7 +116,7 @@ def display(path: Path) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``did you mean 'x'?``, or the list of known words if none is similar.
 
-    Keys with the same last part are the most similar: ``run.dtype`` to ``model.dtype``.
+    A key with the same last part is preferred: for ``model.dtype``, ``run.dtype``.
     """
     options = sorted(known)
     same = [option for option in options if option.rpartition(".")[2] == word.rpartition(".")[2]]

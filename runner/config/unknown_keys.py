@@ -70,7 +70,7 @@ def counterpart(word: str) -> str | None:
 
 
 def reason(word: str, known: Iterable[str]) -> str | None:
-    """Return why another tool's option ``word`` is not needed here, or what does its work.
+    """Return why another tool's option ``word`` is not needed here, or what to use in its place.
 
     None means that no tool has such an option, that a key in ``known`` has the same name, or that ``word`` is
     in a group of this program other than ``run``.

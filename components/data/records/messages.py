@@ -194,6 +194,13 @@ def _parts(parts: list[object], where: str, origin: str) -> Message:
     return message
 
 
+def has_reasoning_part(raw: Mapping[str, object]) -> bool:
+    """Return whether the content of a message, as it is in a record, has a part of type ``reasoning``."""
+    contents = (raw.get("content"), raw.get("value"))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, dict) and part.get("type") == "reasoning" for part in parts)
+
+
 def _calls(raw: Any, where: str, origin: str) -> list[Tool]:
     """Return OpenAI tool calls, given one call or a list of them.
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import inf
@@ -11,8 +11,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from components.contracts.data import PAIRS, SampleKind
+from components.data.records.columns import renamed
 from components.data.records.formats import normalize
-from components.data.records.messages import REASONING_KEYS
+from components.data.records.messages import REASONING_KEYS, has_reasoning_part
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import PairAnswer, Record, Unreadable
 from components.data.records.samples import PreferenceSample, Sample, Turns, UnpairedSample
@@ -23,10 +24,6 @@ from components.data.tokenize.truncation import LongSamples, fit
 
 Content = Record | PairAnswer | Sample
 """The content of one sample: a record, one answer of a preference record, or a finished sample."""
-
-
-CONVERSATIONS = ("messages", "prompt", "chosen", "rejected", "completion")
-"""Fields of samples that may hold messages."""
 
 
 @dataclass(frozen=True)
@@ -194,16 +191,27 @@ class Encoder:
         if not isinstance(item, dict | PairAnswer):
             return item, ()
         sample, unread = normalize(item, self.options, origin)
-        return sample, [*unread, *self._unread_by_template(sample)]
+        record = item.record if isinstance(item, PairAnswer) else item
+        return sample, [*unread, *self._unread_by_template(renamed(record, self.options))]
 
-    def _unread_by_template(self, sample: Sample) -> Iterator[str]:
-        """Yield the reasoning fields of messages that the chat template of the tokenizer does not read."""
-        source = str(self.tokenizer.chat_template)
-        unread = [key for key in REASONING_KEYS if not re.search(rf"\b{key}\b", source)]
-        for name in CONVERSATIONS:
-            turns: Turns = getattr(sample, name, "")
-            if not isinstance(turns, str):
-                yield from (f"{name}[].{key}" for key in unread if any(turn.get(key) for turn in turns))
+    def _unread_by_template(self, record: Mapping[str, object]) -> Iterator[str]:
+        """Yield the reasoning of messages that the chat template of the tokenizer does not read.
+
+        It is named ``FIELD[].KEY``, or ``FIELD[].content[].reasoning`` if it is a part of a content.
+        """
+        for name, value in record.items():
+            values = value if isinstance(value, list) else [value]
+            turns = [turn for turn in values if isinstance(turn, dict)]
+            for key in REASONING_KEYS:
+                if any(turn.get(key) for turn in turns) and not self._template_reads(key):
+                    yield f"{name}[].{key}"
+            if "reasoning" in self.options.ignore_fields:  # then ``normalize`` lists it
+                continue
+            if any(map(has_reasoning_part, turns)) and not self._template_reads("reasoning_content"):
+                yield f"{name}[].content[].reasoning"
+
+    def _template_reads(self, key: str) -> bool:
+        return re.search(rf"\b{key}\b", str(self.tokenizer.chat_template)) is not None
 
     def _fit(self, encoded: list[Encoded]) -> list[Encoded] | None:
         if self.kind != "unpaired":

@@ -50,8 +50,8 @@ class MTPHead:
 def mtp_forward(layer: Any) -> Callable[..., Tensor]:
     """Return the forward function of an MTP layer.
 
-    It projects the concatenated norms of later tokens' embeddings and of the hidden states, runs the decoder
-    layer, and applies the final norm.
+    It concatenates the normalised embeddings of later tokens with the normalised hidden states, projects
+    them, runs the decoder layer, and applies the final norm.
     """
     own = layer.forward
 

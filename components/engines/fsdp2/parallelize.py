@@ -337,10 +337,13 @@ def mlp_kind(block: nn.Module) -> Literal["mlp", "moe"] | None:
 
 
 def recomputed_parts(
-    blocks: Sequence[nn.Module], layout: FSDP2Layout, how: str, modules: Collection[str]
+    blocks: Sequence[nn.Module], layout: FSDP2Layout, recompute: str, modules: Collection[str]
 ) -> list[nn.Module]:
-    """Return the blocks to recompute, or the MLPs of those kinds (mlp, moe) that ``modules`` names."""
-    if how == "full":
+    """Return what is recomputed as a whole: blocks if ``recompute`` is ``full``, otherwise MLPs.
+
+    ``modules`` contains the kinds of these MLPs, ``mlp`` or ``moe``.
+    """
+    if recompute == "full":
         return [*blocks[: layout.recompute_num_layers]]
     return [block.get_submodule("mlp") for block in blocks if mlp_kind(block) in modules]
 

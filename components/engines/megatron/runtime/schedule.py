@@ -193,12 +193,12 @@ def make_inputs(
     items = [item(number, batch, filler=False) for number, batch in enumerate(microbatches)]
     # The interleaved schedule needs a multiple of pp micro-batches.
     fillers = -len(items) % layout.pp if layout.vpp > 1 else 0
-    blank = without_labels(microbatches[-1])
+    blank = as_padding(microbatches[-1])
     return items + [item(-1, blank, filler=True) for _ in range(fillers)]
 
 
-def without_labels(batch: Batch) -> Batch:
-    """Return ``batch`` as nothing but padding, so that losses and routers do not count it."""
+def as_padding(batch: Batch) -> Batch:
+    """Return a batch of the same size that is only padding, which losses and routers do not count."""
     labels, seqlens = torch.full_like(batch.labels, IGNORE), torch.zeros_like(batch.seqlens)
     return replace(batch, labels=labels, seqlens=seqlens, label_index=None)
 

@@ -446,7 +446,15 @@ def test_reasoning_that_the_template_does_not_read_is_listed(
     assert chat_encoder(records).unread == {"messages[].thinking": 1}
     parts = [{"type": "reasoning", "value": "1 + 1"}, {"type": "text", "value": "2"}]
     of_parts = {"messages": [turns[0], {"role": "assistant", "content": parts}]}
-    assert chat_encoder([(of_parts, "a:3")]).unread == {"messages[].reasoning_content": 1}
+    assert chat_encoder([(of_parts, "a:3")]).unread == {"messages[].content[].reasoning": 1}
+    reads = copy.copy(tokenizer)
+    reads.chat_template = f"{{# reasoning_content #}}{tokenizer.chat_template}"
+    assert not replace(chat_encoder, tokenizer=reads)([(of_parts, "a:3")]).unread
+    ignores = replace(chat_encoder, options=replace(chat_encoder.options, ignore_fields=("reasoning",)))
+    assert ignores([(of_parts, "a:3")]).unread == {"messages[].content[].reasoning": 1}
+    named = {"talk": [turns[0], {"from": "gpt", "value": "2", "thinking": "1 + 1"}]}
+    options = RecordOptions(format="sharegpt", columns={"conversations": "talk"})
+    assert replace(chat_encoder, options=options)([(named, "a:4")]).unread == {"conversations[].thinking": 1}
     reads = copy.copy(tokenizer)
     reads.chat_template = f"{{# enable_thinking #}}{tokenizer.chat_template}"
     assert replace(chat_encoder, tokenizer=reads)(records).unread == {"messages[].thinking": 1}

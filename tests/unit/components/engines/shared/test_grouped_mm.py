@@ -10,18 +10,20 @@ from components.engines.shared.grouped_mm import has_grouped_kernel
 
 
 @pytest.mark.parametrize(
-    ("capability", "width", "dtype", "expected"),
+    ("capability", "rows", "width", "outputs", "dtype", "expected"),
     [
-        ((9, 0), 64, torch.bfloat16, True),
-        ((8, 0), 64, torch.bfloat16, False),  # there torch copies the loads to the host
-        ((9, 0), 60, torch.bfloat16, False),
-        ((9, 0), 64, torch.float32, False),
+        ((9, 0), 4, 64, 32, torch.bfloat16, True),
+        ((8, 0), 4, 64, 32, torch.bfloat16, False),  # there torch copies the loads to the host
+        ((9, 0), 0, 64, 32, torch.bfloat16, False),
+        ((9, 0), 4, 60, 32, torch.bfloat16, False),
+        ((9, 0), 4, 64, 30, torch.bfloat16, False),
+        ((9, 0), 4, 64, 32, torch.float32, False),
     ],
 )
 def test_what_the_kernel_needs(
-    capability: tuple[int, int], width: int, dtype: torch.dtype, expected: bool
+    capability: tuple[int, int], rows: int, width: int, outputs: int, dtype: torch.dtype, expected: bool
 ) -> None:
     with FakeTensorMode():
-        rows = torch.empty(4, width, device="cuda", dtype=dtype)
+        tokens = torch.empty(rows, width, device="cuda", dtype=dtype)
     with mock.patch("torch.cuda.get_device_capability", return_value=capability):
-        assert has_grouped_kernel(rows, outputs=32) is expected
+        assert has_grouped_kernel(tokens, outputs) is expected

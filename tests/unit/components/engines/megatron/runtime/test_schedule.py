@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from components.contracts.device_copy import to_device
 from components.engines.megatron.runtime import schedule
 from components.engines.megatron.runtime.attention import packed_seq_params
 from components.engines.megatron.runtime.attention_spans import full_spans, ring_spans
@@ -97,13 +94,6 @@ def test_no_copy_of_a_pass_is_waited_for(layout: str, cp: int) -> None:
         ring_spans((0, 8, 16), cp, 0, META)
     assert len(copies.waited) > 30
     assert not any(copies.waited)
-
-
-def test_a_copy_to_a_gpu_is_from_pinned_memory() -> None:
-    tensor, gpu = Mock(spec=Tensor, device=torch.device("cpu")), torch.device("cuda", 0)
-    to_device(tensor, gpu)
-    pinned = tensor.contiguous.return_value.pin_memory.return_value
-    pinned.to.assert_called_once_with(gpu, non_blocking=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
