@@ -20,6 +20,10 @@ class TrainingError(RuntimeError):
     """A failure of a run that has started, with exit code ``FAILED``."""
 
 
+class StepOutOfMemory(TrainingError):
+    """A train step, a trial step or an evaluation ran out of memory."""
+
+
 class NonRetryableError(TrainingError):
     """A failure that is not retried (``run.max_restarts``): it would recur, or a stop was requested."""
 

@@ -12,7 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from components.atomic_write import write_atomic
-from components.contracts.errors import DONE, ConfigError, NonRetryableError, TrainingError
+from components.contracts.errors import (
+    DONE,
+    ConfigError,
+    NonRetryableError,
+    StepOutOfMemory,
+    TrainingError,
+)
 from components.json_text import as_type, one_line, parse_json
 from components.rank_info import RankInfo
 
@@ -32,6 +38,8 @@ class FailureReport:
     """Whether the rank would fail again after a restart."""
     stalled: bool
     """Whether the watchdog has ended the rank."""
+    out_of_memory: bool
+    """Whether a step or an evaluation ran out of memory."""
 
 
 def report_failure(folder: Path, error: BaseException, *, stalled: bool = False) -> None:
@@ -44,6 +52,7 @@ def report_failure(folder: Path, error: BaseException, *, stalled: bool = False)
         text=f": {error}" if said else f" failed:\n{''.join(traceback.format_exception(error))}",
         final=isinstance(error, ConfigError | NonRetryableError),
         stalled=stalled,
+        out_of_memory=isinstance(error, StepOutOfMemory),
     )
     write_atomic(folder / "logs" / f"error_{rank}.json", json.dumps(asdict(report)))
 
@@ -96,7 +105,7 @@ def read_failure_report(path: Path) -> FailureReport:
     except (OSError, ValueError) as error:
         rank = int(path.stem.removeprefix("error_"))
         text = f" failed, and {path} cannot be read: {one_line(error)}"
-        return FailureReport(rank, math.inf, text, final=False, stalled=False)
+        return FailureReport(rank, math.inf, text, final=False, stalled=False, out_of_memory=False)
 
 
 def clear_failure_reports(folder: Path) -> None:
@@ -108,7 +117,8 @@ def clear_failure_reports(folder: Path) -> None:
 def root_cause(folder: Path, codes: Sequence[int | None]) -> TrainingError:
     """Return the failure that came first; broken connections of other ranks are only its consequences.
 
-    It is a NonRetryableError if the rank would fail again after a restart.
+    It is a NonRetryableError if the rank would fail again after a restart, and a StepOutOfMemory if a step of
+    the rank ran out of memory.
 
     Args:
         codes: exit code of each rank, negative for a signal. None means that the rank still runs.
@@ -125,6 +135,8 @@ def root_cause(folder: Path, codes: Sequence[int | None]) -> TrainingError:
             f"rank {rank} {describe_exit(codes[rank])}{read_last_lines(rank_log(folder, rank))}"
         )
     first = min(found, key=lambda report: report.time)
+    if first.out_of_memory:
+        return StepOutOfMemory(f"rank {first.rank}{first.text}")
     kind = NonRetryableError if first.final else TrainingError
     return kind(f"rank {first.rank}{first.text}")
 

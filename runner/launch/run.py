@@ -14,6 +14,7 @@ from runner.launch import rendezvous, slurm_env
 from runner.launch.checks import RunPreparation, check_launch, inspect
 from runner.launch.failures import naming_file, report_failure, reporting_failures
 from runner.launch.final_report import check_saved, newest_checkpoint, print_stopped, print_summary
+from runner.launch.out_of_memory import advising
 from runner.launch.plan import print_forecast
 from runner.launch.prepare import prepare
 from runner.launch.prove import print_proof
@@ -66,7 +67,7 @@ def run(
     with launch.resources:
         folder, restarts = prepare(launch), launch.experiment.run.max_restarts
         on_folder(folder)
-        with recording_end(folder), naming_file(folder):
+        with recording_end(folder), naming_file(folder), advising(launch, folder):
             if launch.world_size > 1 or restarts:
                 run_with_restarts(folder, launch.world_size, restarts)
             else:
@@ -91,7 +92,7 @@ def run_launched(launch: RunPreparation, place: RankInfo, on_folder: Callable[[P
         with reporting_failures(folder):
             run_rank(folder, give_up)
         return RunRecord.read(folder).results.final_loss()
-    with recording_end(folder), naming_file(folder):
+    with recording_end(folder), naming_file(folder), advising(launch, folder):
         with reporting_failures(folder):
             run_rank(folder, give_up)
         return finish(launch, folder)

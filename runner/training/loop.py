@@ -22,7 +22,7 @@ from components.checkpoint import CheckpointManager
 from components.contracts.batch import Batch
 from components.contracts.data import DataLoader
 from components.contracts.engine import Engine
-from components.contracts.errors import TrainingError
+from components.contracts.errors import StepOutOfMemory
 from components.contracts.loss import Loss
 from components.engines.shared.oom import naming_step
 from runner.config.run_config import CheckpointConfig, RunConfig, every
@@ -37,7 +37,7 @@ from runner.training.watchdog import Watchdog
 log = logging.getLogger("runner")
 
 
-class TrialOutOfMemory(TrainingError):
+class TrialOutOfMemory(StepOutOfMemory):
     """Error raised if the trial step runs out of memory."""
 
 

@@ -17,7 +17,7 @@ from components.losses import NextToken
 
 @dataclass(frozen=True)
 class Fails(NextToken):
-    """In call ``at`` on rank ``rank``, raises, exits, kills the process, hangs, or continues.
+    """In call ``at`` on rank ``rank``, raises, has no memory, exits, kills the process, hangs, or continues.
 
     It then writes the file ``ready``. With ``once``, nothing happens if the file already exists.
     """
@@ -42,6 +42,8 @@ class Fails(NextToken):
             Path(self.ready).write_text(str(os.getpid()))
         if self.how == "raise":
             raise RuntimeError("the third call is a bad one")
+        if self.how == "memory":
+            raise MemoryError
         if self.how == "exit":
             sys.exit(3)
         if self.how == "kill":

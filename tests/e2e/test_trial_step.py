@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
@@ -54,7 +55,7 @@ def test_the_curve_is_the_same(chosen: list[str], tmp_path: Path) -> None:
 def test_too_little_memory_is_told_before_the_first_step(
     size: str, trials: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The message has the remedy. A chosen size is first halved, from 4 to 2 and to 1."""
+    """The message has the remedies of preflight. A chosen size is first halved, from 4 to 2 and to 1."""
     out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     chosen = (*SMALL, "run.trial_step=true", f"run.micro_batch_size={size}", f"run.output_dir={tmp_path}")
     with mock.patch("components.engines.fsdp2.engine.FSDP2Engine.train_microbatches", out_of_memory):
@@ -63,6 +64,10 @@ def test_too_little_memory_is_told_before_the_first_step(
     assert "trial step, with the batch of step" in said
     assert f"out of memory: {REMEDY}" in said
     assert out_of_memory.call_count == trials
+    ((estimate, changes),) = re.findall(r"^Preflight estimates (.*iB); with less, .*: (.*)\.$", said, re.M)
+    assert ("run.micro_batch_size=1 (" in changes) == (size == "2"), "a size of 1 is the smallest"
+    assert "parallelism.dp=2 (" in changes
+    assert estimate not in changes
 
 
 def test_a_chosen_size_is_halved_until_the_trial_fits(tmp_path: Path) -> None:

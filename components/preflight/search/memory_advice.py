@@ -16,6 +16,8 @@ from components.preflight.formatting import as_size
 from components.preflight.search.candidate import Candidate
 
 SHOWN, KEPT, DEPTH = 3, 4, 3
+SAVED = 0.1
+"""Smallest share of its estimate that a run which ran out of memory is advised to save."""
 SHORTEST = 256
 """Smallest ``data.max_length`` that is advised, in tokens."""
 
@@ -51,16 +53,24 @@ def check_fits(case: Candidate, *, evaluates: bool = False) -> None:
     most = case.peak
     if most.total <= case.memory_budget:
         return
-    work = step_work(case)
     part = max(most.parts, key=lambda name: most.parts[name])
     stages = len(case.memory)
     where = f"a rank of pipeline stage {most.stage}" if stages > 1 else "a rank"
-    remedies = "; ".join(describe(change, case, work) for change in cheapest_fixes(case, work))
+    remedies = describe_fixes(case)
     raise ConfigError(
         f"preflight.device_memory: {where} needs {as_size(most.total)} and has {as_size(case.device.memory)} "
         f"({case.device.name}); the largest part is {part} ({as_size(most.parts[part])}). "
         + (f"What fits, the cheapest first: {remedies}; or set {REALLY}." if remedies else NOTHING)
     )
+
+
+def advise_saving(case: Candidate) -> str:
+    """Return the cheapest changes for a run that ran out of memory, whatever its estimate, or ""."""
+    device = replace(case.device, memory=int(case.peak.total * (1 - SAVED)), certain=True)
+    changes = describe_fixes(replace(case, device=device))
+    if not changes:
+        return ""
+    return f"Preflight estimates {as_size(case.peak.total)}; with less, the cheapest first: {changes}."
 
 
 def check_weights_fit(case: Candidate) -> None:
@@ -80,6 +90,12 @@ NOTHING = (
     "No few changes of micro-batch, recomputation or layout suffice; find a layout with "
     f"preflight.mode=plan preflight.devices=N, use a smaller model, or set {REALLY}."
 )
+
+
+def describe_fixes(case: Candidate) -> str:
+    """Format the ``cheapest_fixes`` of ``case``. The text is empty if there are none."""
+    work = step_work(case)
+    return "; ".join(describe(change, case, work) for change in cheapest_fixes(case, work))
 
 
 def describe(change: Variation, case: Candidate, work: StepWork) -> str:
