@@ -68,7 +68,7 @@ def read_json(path: Path) -> Json:
     return value
 
 
-def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the dotted keys and the values of all leaves of ``node``."""
     if isinstance(node, Mapping):
         for key, value in node.items():

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import hydra
 import yaml
@@ -322,7 +321,7 @@ def decode_environment(config: DictConfig) -> None:
             OmegaConf.update(config, key, parse_value(str(OmegaConf.select(config, key))))
 
 
-def value_of(override: str) -> Any:
+def value_of(override: str) -> object:
     """Return the value of an override; None if it is null, or if Hydra cannot parse it."""
     try:
         return OverridesParser.create().parse_override(override).value()

@@ -1,12 +1,12 @@
 """AdamW and SGD."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from components.contracts.errors import ConfigError, check_at_least_zero
-from components.optimizers.weight_groups import WeightGroup, check_groups
+from components.optimizers.weight_groups import ParamGroup, WeightGroup, check_groups
 
 Scope = Literal["element", "matrix", "model"]
 """Part of the model that an update needs at once: an element, a weight, or all weights."""
@@ -39,7 +39,7 @@ class AdamW:
                 f"optimizer.betas: both must be at least 0 and below 1, got {list(self.betas)}."
             )
 
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build(self, groups: list[ParamGroup]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
 
@@ -67,7 +67,7 @@ class SGD:
     def moments(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum else ()
 
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build(self, groups: list[ParamGroup]) -> torch.optim.Optimizer:
         # Fused SGD has no rule for sharded tensors (torch 2.13); foreach gives the same numbers.
         return torch.optim.SGD(
             groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, foreach=True

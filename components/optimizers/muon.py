@@ -10,7 +10,7 @@ from torch import nn
 
 from components.contracts.errors import ConfigError, check_at_least_zero
 from components.optimizers.adamw_sgd import AdamW, Scope
-from components.optimizers.weight_groups import WeightGroup
+from components.optimizers.weight_groups import ParamGroup, WeightGroup
 
 TORCH_LIMIT = 100
 """Least number of Newton-Schulz iterations that ``torch.optim.Muon`` refuses."""
@@ -72,9 +72,9 @@ class Muon:
         """Return whether Muon, not AdamW, updates the weight ``name`` on disk with ``ndim`` dimensions."""
         return ndim == 2 and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.adamw_for)
 
-    def build(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build(self, groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:
         """Return the optimizer over groups of ``(name, parameter)`` pairs."""
-        chosen: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        chosen: dict[bool, list[ParamGroup]] = {True: [], False: []}
         others = 1.0 if self.adamw_lr is None or not self.lr else self.adamw_lr / self.lr
         for group in groups:
             for orthogonal, members in chosen.items():
@@ -107,7 +107,7 @@ class MuonByHead(torch.optim.Muon):
     If ``head_dim`` is None, it orthogonalises these matrices like others.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], head_dim: int | None, **options: Any) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], head_dim: int | None, **options: Any) -> None:
         named = [pair for group in groups for pair in group["params"]]
         self.split = {p for name, p in named if head_dim is not None and name.endswith(HEADS)}
         self.head_dim = head_dim

@@ -2,7 +2,7 @@
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from components.contracts.errors import ConfigError, check_at_least_zero
+from components.contracts.json_types import Config
 from components.optimizers.adamw_sgd import Scope
-from components.optimizers.weight_groups import WeightGroup, check_groups
+from components.optimizers.weight_groups import ParamGroup, WeightGroup, check_groups
 
 SHARED = ("lr", "weight_decay", "max_grad_norm", "groups")
 """Config keys that every optimizer has."""
@@ -55,7 +56,7 @@ class TorchClass:
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
     groups: tuple[WeightGroup, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    options: Config = field(default_factory=dict, hash=False)
     """Further arguments of the class."""
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class TorchClass:
     def moments(self) -> tuple[str, ...]:
         return self.state.moments
 
-    def build(self, groups: Iterable[Mapping[str, Any]]) -> torch.optim.Optimizer:
+    def build(self, groups: Iterable[ParamGroup]) -> torch.optim.Optimizer:
         """Return the optimizer in its training mode, over groups of ``(name, parameter)`` pairs."""
         left_out = set() if "weight_decay" in arguments(self.optimizer) else {"weight_decay"}
         given = [

@@ -3,11 +3,14 @@
 import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
 from components.contracts.errors import ConfigError, check_at_least_zero
+
+ParamGroup = dict[str, Any]
+"""A group of a torch optimizer: ``params``, a list of ``(name, parameter)`` pairs, and `WeightOptions`."""
 
 
 @dataclass(frozen=True)

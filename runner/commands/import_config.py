@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import yaml
 
 from components.contracts.errors import ConfigError
+from components.contracts.json_types import Json
 from components.home import expand_home
 from runner.cli import run_or_answer
 from runner.commands.arguments import Keys, first_line, parse_pairs, whole_number
@@ -61,7 +62,7 @@ def page(result: Translation) -> list[str]:
     return out
 
 
-def read(tool: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def read(tool: str, path: Path) -> tuple[Json, dict[str, str]]:
     """Return the options of a file, and a mapping with the ``stage`` and the ``ranks`` of a command line.
 
     The mapping is empty for a YAML or JSON file.
@@ -82,7 +83,7 @@ def read(tool: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise ConfigError(f"{path}: cannot be parsed ({error}); correct it.") from error
 
 
-def read_options(path: Path) -> dict[str, Any]:
+def read_options(path: Path) -> Json:
     """Return the options of a YAML or JSON file, or raise ConfigError if it cannot be read."""
     try:
         node = yaml.safe_load(path.read_text())
@@ -96,7 +97,7 @@ def read_options(path: Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in node.items()}
 
 
-def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def command_line(text: str, path: Path) -> tuple[Json, dict[str, str]]:
     """Parse the command line of a launcher, a script and its options; return what ``read`` returns.
 
     Raises:
@@ -127,7 +128,7 @@ def command_line(text: str, path: Path) -> tuple[dict[str, Any], dict[str, str]]
     return options, found
 
 
-def flags(words: Sequence[str]) -> dict[str, Any]:
+def flags(words: Sequence[str]) -> Json:
     """Return the values of ``--name value``, ``--name=value`` and ``--name``.
 
     A name without a value has the value True, one with several values has a list. ``--no_NAME`` sets NAME to

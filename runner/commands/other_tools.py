@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from components.contracts.errors import ConfigError
+from components.contracts.json_types import Config, Json
 from runner.cli import config_dir, keys_of
 from runner.config.sources import did_you_mean
 from runner.config.unknown_keys import Counterpart, dictionary, documents
@@ -33,9 +34,9 @@ class Translation:
     """The translated command, and the options of the file that it leaves out."""
 
     tool: str
-    given: dict[str, Any]
+    given: Json
     """The options of the file that have a value, under their own names."""
-    left: dict[str, Any] = field(default_factory=dict)
+    left: Json = field(default_factory=dict)
     """Options and defaults that are still to be translated."""
     words: dict[str, object] = field(default_factory=dict)
     """The overrides of the command, by key."""
@@ -99,9 +100,7 @@ def as_number(name: str, value: Any) -> float:
     return number
 
 
-def translate(
-    tool: str, options: Mapping[str, Any], ranks: int | None, stage: str | None, file: str
-) -> Translation:
+def translate(tool: str, options: Config, ranks: int | None, stage: str | None, file: str) -> Translation:
     """Return the command for the options of ``tool``; ``file`` is their source, for messages.
 
     Raises:
@@ -157,7 +156,7 @@ def translate(
     return work
 
 
-def check_names(work: Translation, options: Mapping[str, Any], file: str) -> None:
+def check_names(work: Translation, options: Config, file: str) -> None:
     for name in options:
         kinds = [work.reason(kind, name, exact=False) for kind in ("not_needed", "no_equivalent")]
         if not any(kinds) and work.row(name) is None:
@@ -167,7 +166,7 @@ def check_names(work: Translation, options: Mapping[str, Any], file: str) -> Non
             raise ConfigError(f"{name} ({file}): is not a known option of {work.tool}; {near}")
 
 
-def check_trains(given: Mapping[str, Any], file: str) -> None:
+def check_trains(given: Config, file: str) -> None:
     """Raise ConfigError, with what to use instead, if a file of LLaMA-Factory cannot be translated.
 
     It cannot if it is not for training, or has ``finetuning_type: freeze``.
@@ -209,7 +208,7 @@ def convert(work: Translation, name: str) -> None:
         work.lacks(name, lacking or str(work.reason("no_equivalent", name, exact=False)))
 
 
-def ours_of(row: Counterpart, key: str, switched: str, value: Any) -> object:
+def ours_of(row: Counterpart, key: str, switched: str, value: object) -> object:
     """Return the value of our ``key`` that is equivalent to ``value`` of the other tool's option.
 
     None means that ``value`` cannot be converted, OFF that the key need not be set. ``switched`` is our value
@@ -551,7 +550,7 @@ def axolotl_datasets(work: Translation) -> None:
     held_out(work, "val_set_size")
 
 
-def axolotl_tests(work: Translation, tests: list[Any], trained: Mapping[str, Any]) -> None:
+def axolotl_tests(work: Translation, tests: list[Any], trained: Config) -> None:
     """Translate axolotl's ``test_datasets``, given an entry of the data that is trained on."""
     evaluated = [path for item in tests for path in files_of(item)]
     if len(evaluated) == 1:
@@ -589,7 +588,7 @@ UNREAD = {
 """Keys of ``USUAL`` -> the rule that applies here, which is reported for any other value."""
 
 
-def lost(item: Mapping[str, Any]) -> dict[str, str]:
+def lost(item: Config) -> dict[str, str]:
     """Return the keys of an entry of ``datasets`` without an equivalent, each with the reason or remedy."""
     found = {}
     detailed = item["type"] if isinstance(item.get("type"), dict) else {}
@@ -605,21 +604,21 @@ def lost(item: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def files_of(item: Mapping[str, Any]) -> list[str]:
+def files_of(item: Config) -> list[str]:
     """Return the sources of an entry of ``datasets``: its files, or a data set of the hub."""
     if item.get("data_files"):
         return [str(path) for path in listed(item["data_files"])]
     return [str(item["path"]) if "ds_type" in item else place(item["path"])]
 
 
-def format_of(item: Mapping[str, Any]) -> str | None:
+def format_of(item: Config) -> str | None:
     kind = str(item.get("type") or "")
     if kind.startswith("chat_template"):
         return "preference" if kind != "chat_template" else "messages"
     return FORMATS.get(kind)
 
 
-def columns_of(item: Mapping[str, Any]) -> dict[str, object]:
+def columns_of(item: Config) -> dict[str, object]:
     """Return ``data.columns`` for an entry of axolotl's ``datasets``: our name of a field -> the record's.
 
     Fields whose two names are equal are left out.
@@ -637,13 +636,13 @@ def columns_of(item: Mapping[str, Any]) -> dict[str, object]:
     return {ours: theirs for ours, theirs in found.items() if theirs not in (None, ours)}
 
 
-def roles_of(item: Mapping[str, Any]) -> dict[str, str]:
+def roles_of(item: Config) -> dict[str, str]:
     """Return ``data.roles`` (name of a role in the records -> role) from axolotl's list of names per role."""
     roles = item.get("roles") or {}
     return {theirs: ours for ours, names in roles.items() for theirs in listed(names) if theirs != ours}
 
 
-ENTRIES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+ENTRIES: Mapping[str, Callable[[Config], Any]] = {
     "format": format_of,
     "columns": columns_of,
     "roles": roles_of,
@@ -681,7 +680,7 @@ def files_of_split(name: object, split: str) -> str:
     return place(name)
 
 
-def listed(value: Any) -> list[Any]:
+def listed(value: object) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 

@@ -92,7 +92,7 @@ def read_option(path: Path) -> OptionFile:
     return OptionFile(own, "\n".join(header), comments, target, bases[0] if inherited else None)
 
 
-def type_words(hint: Any) -> str:
+def type_words(hint: object) -> str:
     """Return the allowed values of a type, or its name."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:

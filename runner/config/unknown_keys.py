@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 import yaml
 
 from components.contracts.errors import ConfigError
+from components.contracts.json_types import Config, Json
 from runner.config.renamed_keys import RENAMED
 from runner.config.sources import did_you_mean
 
@@ -32,7 +32,7 @@ class Counterpart:
 
 
 @cache
-def documents() -> tuple[Any, Any, Any]:
+def documents() -> tuple[Json, Json, Json]:
     """Return the YAML documents of other_tools.yaml: options of tools, rules of the import, and values."""
     text = files("runner.config").joinpath("other_tools.yaml").read_text()
     options, importing, values = yaml.safe_load_all(text)
@@ -47,7 +47,7 @@ def dictionary() -> dict[str, dict[str, Counterpart]]:
     }
 
 
-def read_row(row: str | Mapping[str, Any]) -> Counterpart:
+def read_row(row: str | Config) -> Counterpart:
     """Parse a row of other_tools.yaml, which is ``KEY; remark`` or a mapping."""
     if isinstance(row, str):
         ours, _, remark = row.partition("; ")

@@ -321,7 +321,7 @@ def without_nulls(record: Record) -> Record:
     return {name: _without_nulls(value) for name, value in record.items()}
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value[:1]):

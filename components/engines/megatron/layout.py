@@ -1,13 +1,13 @@
 """The sizes of ``parallelism=megatron``, which split the model and the data over ranks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
 from components.contracts.device import DeviceKind
+from components.contracts.json_types import Config
 from components.engines.shared.recomputation import Module
 
 
@@ -87,7 +87,7 @@ class Layout:
     """Whether every expert's input is padded to its capacity."""
     shared_expert_overlap: bool = False
     """Whether shared experts are computed during the token exchange."""
-    transformer_config: Mapping[str, Any] | None = field(default=None, hash=False)
+    transformer_config: Config | None = field(default=None, hash=False)
     """Further fields of Megatron's ``TransformerConfig``, which no other key sets."""
 
     def gathers_during_forward(self, *, whole_updates: bool) -> bool:
