@@ -33,22 +33,40 @@ QUESTION = [{"role": "user", "content": "What color is the sky?"}]
 EARLIER = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}, *QUESTION]
 BLUE, GREEN = ([{"role": "assistant", "content": f"It is {color}."}] for color in ("blue", "green"))
 
+TOOL = {"name": "look_at", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": TOOL}]
+CALL = [
+    {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "look_at", "arguments": {"place": "sky"}}}],
+    }
+]
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+RESULT = [{"role": "tool", "name": "look_at", "content": "blue"}]
+
 TEXT = {"text": "The sky is blue."}
-CHAT = {"messages": [*EARLIER, *BLUE]}
+CHATS: dict[str, dict[str, Any]] = {
+    "turns": {"messages": [*EARLIER, *BLUE]},
+    "tools": {"messages": [*SYSTEM, *QUESTION, *CALL, *RESULT, *BLUE], "tools": TOOLS},
+}
 COMPLETIONS: dict[str, dict[str, Any]] = {
     "strings": {"prompt": "The sky is", "completion": " blue."},
     "messages": {"prompt": QUESTION, "completion": BLUE},
     "messages-of-several-turns": {"prompt": EARLIER, "completion": BLUE},
+    "tools": {"prompt": [*SYSTEM, *QUESTION], "completion": CALL, "tools": TOOLS},
 }
 PAIRS: dict[str, dict[str, Any]] = {
     "strings": {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
     "strings-implicit": {"chosen": "The sky is blue.", "rejected": "The sky is green."},
     "messages": {"prompt": QUESTION, "chosen": BLUE, "rejected": GREEN},
     "messages-implicit": {"chosen": [*EARLIER, *BLUE], "rejected": [*EARLIER, *GREEN]},
+    "tools": {"prompt": QUESTION, "chosen": CALL, "rejected": GREEN, "tools": TOOLS},
+    "results": {"prompt": [*QUESTION, *CALL, *RESULT], "chosen": BLUE, "rejected": GREEN, "tools": TOOLS},
 }
 UNPAIRED: dict[str, dict[str, Any]] = {
     "strings": {"prompt": "The sky is", "completion": " blue.", "label": True},
     "messages": {"prompt": QUESTION, "completion": GREEN, "label": False},
+    "tools": {"prompt": [*SYSTEM, *QUESTION], "completion": CALL, "label": True, "tools": TOOLS},
 }
 
 
@@ -122,18 +140,23 @@ def test_documents(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, t
     assert ours(TEXT, "text", tokenizer) == [(row["input_ids"], [True] * len(row["input_ids"]))]
 
 
-def test_conversations(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, tmp_path: Path) -> None:
-    row = trained(trl.SFTTrainer, trl.SFTConfig, CHAT, tmp_path, model=model, tokenizer=tokenizer)
-    [(ids, mask)] = ours(CHAT, "chat", tokenizer, train_on_prompt=True)
+@pytest.mark.parametrize("record", CHATS.values(), ids=CHATS)
+def test_conversations(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, tmp_path: Path, record: dict[str, Any]
+) -> None:
+    row = trained(trl.SFTTrainer, trl.SFTConfig, record, tmp_path, model=model, tokenizer=tokenizer)
+    [(ids, mask)] = ours(record, "chat", tokenizer, train_on_prompt=True)
     assert ids == row["input_ids"]
     assert all(mask)
     marked = trained(
-        *(trl.SFTTrainer, trl.SFTConfig, CHAT, tmp_path),
+        *(trl.SFTTrainer, trl.SFTConfig, record, tmp_path),
         model=model,
         tokenizer=tokenizer,
         assistant_only_loss=True,
     )
-    assert ours(CHAT, "chat", tokenizer) == without_blanks_after_the_stop_token(labelled(marked), tokenizer)
+    expected = without_blanks_after_the_stop_token(labelled(marked), tokenizer)
+    assert ours(record, "chat", tokenizer) == expected
+    assert ("look_at" in tokenizer.decode(ids)) == ("tools" in record), "tools and calls are written"
 
 
 @pytest.mark.parametrize("record", COMPLETIONS.values(), ids=COMPLETIONS)
