@@ -38,7 +38,7 @@ from runner.launch import slurm_env
 from runner.launch.default_env import set_default_env
 from runner.launch.signals import handling, interrupt
 from runner.search_path import program_first
-from runner.standard_streams import survive_closed_streams
+from runner.standard_streams import print_error, survive_closed_streams
 from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob
 from runner.sweeps.sweep import finish_sweep, run_point
 
@@ -249,7 +249,7 @@ def explained(error: Exception) -> int:
     if not isinstance(error, ConfigError | TrainingError):
         traceback.print_exception(error)
         return FAILED
-    print(f"error: {error}", file=sys.stderr)
+    print_error(error)
     return MISTAKE if isinstance(error, ConfigError) else FAILED
 
 

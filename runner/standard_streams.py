@@ -1,7 +1,8 @@
-"""Output streams for which a closed pipe or a full disk does not end a run."""
+"""Output streams that survive a closed pipe or a full disk, and the form of errors on them."""
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -45,6 +46,16 @@ def survive_closed_streams() -> None:
         if stream is not None:  # None means that it was closed when the process started
             report = partial(report_lost_stream, name)
             setattr(sys, name, lossy_text(stream.fileno(), "w", report, stream.encoding))
+
+
+def print_error(error: object) -> None:
+    """Print ``error: MESSAGE`` on stderr at once, on a terminal with a red first word.
+
+    As usual, NO_COLOR and TERM=dumb turn the colour off.
+    """
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    plain = not terminal or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    print("error:" if plain else "\x1b[1;31merror:\x1b[0m", error, file=sys.stderr, flush=True)
 
 
 def report_lost_stream(name: str, error: OSError) -> None:

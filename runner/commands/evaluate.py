@@ -24,6 +24,7 @@ from runner.config.renamed_keys import with_current_key
 from runner.config.sources import is_trusted, name_of
 from runner.launch.run_dir import read_run_config
 from runner.launch.run_record import RunRecord
+from runner.standard_streams import print_error
 
 _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "hook")
 """Groups of the run's overrides that an evaluation leaves out."""
@@ -253,7 +254,7 @@ def main() -> None:
         try:
             sys.argv = [sys.argv[0], *evaluation(arguments)]
         except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print_error(error)
             sys.exit(MISTAKE)
         cli.main()
     sys.exit(cli.run_or_answer(lambda _: None, __doc__))

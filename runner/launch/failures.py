@@ -38,7 +38,7 @@ class FailureReport:
     """Whether the rank would fail again after a restart."""
     stalled: bool
     """Whether the watchdog has ended the rank."""
-    out_of_memory: bool
+    out_of_memory: bool = False
     """Whether a step or an evaluation ran out of memory."""
 
 
@@ -105,7 +105,7 @@ def read_failure_report(path: Path) -> FailureReport:
     except (OSError, ValueError) as error:
         rank = int(path.stem.removeprefix("error_"))
         text = f" failed, and {path} cannot be read: {one_line(error)}"
-        return FailureReport(rank, math.inf, text, final=False, stalled=False, out_of_memory=False)
+        return FailureReport(rank, math.inf, text, final=False, stalled=False)
 
 
 def clear_failure_reports(folder: Path) -> None:

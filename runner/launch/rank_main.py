@@ -11,7 +11,7 @@ from typing import NoReturn
 from components.contracts.errors import DONE, FAILED, TrainingError
 from runner.launch.failures import report_failure
 from runner.launch.signals import REQUESTS
-from runner.standard_streams import survive_closed_streams
+from runner.standard_streams import print_error, survive_closed_streams
 
 PR_SET_PDEATHSIG = 1
 
@@ -67,7 +67,7 @@ def main() -> None:
             report_failure(folder, error)
         except OSError:  # the failure may be that this disk is full
             if isinstance(error, TrainingError):
-                print(f"error: {error}", file=sys.stderr)
+                print_error(error)
             else:
                 traceback.print_exception(error)
     exit_process(code)

@@ -6,7 +6,6 @@ Before that, it writes the stacks of all threads to a file.
 import faulthandler
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from components.contracts.errors import FAILED, TrainingError
+from runner.standard_streams import print_error
 
 GRACE_S = 10.0
 """Seconds after the timeout at which faulthandler ends the process, if another thread holds the GIL and the
@@ -94,7 +94,7 @@ class Watchdog:
 
 def end_process(error: TrainingError) -> None:
     """Print ``error`` and end the process at once, from the watchdog's thread while the main thread hangs."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print_error(error)
     os._exit(FAILED)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from runner import cli
 from runner.logging_setup import log_to
-from runner.standard_streams import lossy_text
+from runner.standard_streams import lossy_text, print_error
 
 
 def test_one_report_and_no_error() -> None:
@@ -28,6 +28,27 @@ def test_what_can_be_written_is_written_at_once(tmp_path: Path) -> None:
         assert (tmp_path / "log").read_text().endswith(text)
         stream.close()
     assert (tmp_path / "log").read_text() == "one\ntwo\n"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environ", "coloured"),
+    [(True, {}, True), (False, {}, False), (True, {"NO_COLOR": "1"}, False), (True, {"TERM": "dumb"}, False)],
+)
+def test_errors_have_a_colour_on_a_terminal(
+    terminal: bool,
+    environ: dict[str, str],
+    coloured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"TERM": "xterm", **environ}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    print_error(ValueError("too small"))
+    said = capsys.readouterr().err
+    assert said.replace("\x1b[1;31m", "").replace("\x1b[0m", "") == "error: too small\n"
+    assert said.startswith("\x1b[1;31merror:\x1b[0m ") == coloured
 
 
 def test_a_log_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
