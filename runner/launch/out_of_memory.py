@@ -1,11 +1,11 @@
 """The advice of preflight in the error of a run that ran out of memory."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from components.contracts.errors import StepOutOfMemory
+from components.contracts.errors import ConfigError, StepOutOfMemory
 from components.preflight.search.memory_advice import advise_saving
 from runner.launch.checks import RunPreparation, check_parts
 from runner.launch.run_dir import read_run_config
@@ -22,7 +22,10 @@ def advising(launch: RunPreparation, folder: Path) -> Iterator[None]:
     try:
         yield
     except StepOutOfMemory as error:
-        advice = "" if launch.experiment.run.evaluate_only else advise(launch, folder)
+        advice = ""
+        # Memory may still be full, or a file may have been deleted. The error of the run is reported anyway.
+        with suppress(ConfigError, MemoryError, OSError):
+            advice = "" if launch.experiment.run.evaluate_only else advise(launch, folder)
         if not advice:
             raise
         raise StepOutOfMemory(f"{error}\n{advice}") from error
