@@ -125,6 +125,29 @@ NEEDS: Mapping[str, Mapping[str, Installed]] = {
 }
 
 
+def our_speed(options: Sequence[str], place: Place, seconds: float) -> Facts:
+    """Return the ``speed`` of this program, and on a GPU the peak of a rehearsal on its host."""
+    if place.device == "cpu":
+        return speed("ours", options, place, seconds)
+    with ThreadPoolExecutor() as both:
+        rehearsed = both.submit(rehearsed_peak, options, place, seconds)
+        return speed("ours", options, place, seconds) | rehearsed.result()
+
+
+def rehearsed_peak(options: Sequence[str], place: Place, seconds: float) -> Facts:
+    """Return the largest memory that a rehearsal has in its steps, or why there is no rehearsal."""
+    folder = mkdtemp(dir=place.folder)
+    words = (*SPEED, *options, "preflight.mode=rehearse", f"run.output_dir={folder}")
+    try:
+        output([sys.executable, "-m", "runner", *words], place, seconds)
+    except Failed as failed:
+        return {"no rehearsal": failed.args[0]}
+    (record,) = Path(folder).glob("preflight/*/rehearsal.json")
+    moments: dict[str, int] = json.loads(record.read_text())["memory"]["by_moment"]
+    peak = max(bytes_held for moment, bytes_held in moments.items() if moment != "build")
+    return {"rehearsed_peak_gib": round(peak / 2**30, 2)}
+
+
 def speed(program: str, options: Sequence[str], place: Place, seconds: float) -> Facts:
     """Return speed, MFU and peak memory of one program."""
     command = [sys.executable, "-m", "benchmarks.gpu.gpu_speed", "--device", place.device, program]
@@ -201,7 +224,7 @@ def cells(place: Place) -> list[Cell]:
     ]
     for name, shape in shapes(place).items():
         for ours, layout in OURS.items():
-            measure = partial(speed, "ours", (*shape, *layout))
+            measure = partial(our_speed, (*shape, *layout))
             found.append(Cell(f"{name}: {ours}", measure, 120, NEEDS.get(ours, {})))
         for peer, program in PEERS.items():
             found.append(Cell(f"{name}: {peer}", partial(speed, program, shape), 90, NEEDS.get(peer, {})))

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu.gpu_cells import Cell, Facts, Failed, Place, cells, outcome
+from benchmarks.gpu import gpu_cells
+from benchmarks.gpu.gpu_cells import ENGINES, Cell, Facts, Failed, Place, cells, our_speed, outcome, shapes
 from benchmarks.gpu.gpu_speed import row
 from components.contracts.batch import IGNORE, Batch
+from tests.patience import patience
 
 
 def works(place: Place, seconds: float) -> Facts:
@@ -75,6 +77,19 @@ FAILED tests/gpu/test_a.py::test_two - AssertionError
 def test_each_model_has_each_program(tmp_path: Path) -> None:
     names = [cell.name for cell in cells(Place("cpu", tmp_path))]
     assert len(names) == len(set(names)) == 4 + 12 + 2
+
+
+def test_a_peak_is_rehearsed_beside_a_measurement_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_cells, "speed", lambda *_: {"mfu": 0.5})
+    tiny = shapes(Place("cpu", tmp_path))["tiny"]
+    place, limit = Place("cuda", tmp_path), patience(60)
+    found = our_speed((*tiny, *ENGINES["fsdp2"]), place, limit)
+    assert found["mfu"] == 0.5
+    assert 0 < found["rehearsed_peak_gib"] < 1
+    refused = our_speed((*tiny, *ENGINES["fsdp2"], "parallelism.dp=3"), place, limit)
+    assert "run.global_batch_size" in refused["no rehearsal"]
 
 
 @pytest.mark.parametrize("part", ["tiny: fsdp2 eager", "tiny: megatron"])
