@@ -51,10 +51,10 @@ def survive_closed_streams() -> None:
 def print_error(error: object) -> None:
     """Print ``error: MESSAGE`` on stderr at once, on a terminal with a red first word.
 
-    As usual, NO_COLOR and TERM=dumb turn the colour off.
+    As usual, a value of NO_COLOR, or TERM=dumb, turns the colour off.
     """
     terminal = sys.stderr is not None and sys.stderr.isatty()
-    plain = not terminal or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    plain = not terminal or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     print("error:" if plain else "\x1b[1;31merror:\x1b[0m", error, file=sys.stderr, flush=True)
 
 

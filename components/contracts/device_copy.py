@@ -13,6 +13,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     For a copy from pageable memory, the host may wait until the device has done all of its earlier work.
     """
     if tensor.device.type == "cpu" and device.type not in UNPINNED:
-        # Expanded tensors cannot be pinned, and other strides would be copied through pageable memory.
+        # Expanded tensors cannot be pinned, and torch copies some other strides through pageable memory.
         tensor = tensor.contiguous().pin_memory()
     return tensor.to(device, non_blocking=True)

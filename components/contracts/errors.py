@@ -21,7 +21,7 @@ class TrainingError(RuntimeError):
 
 
 class StepOutOfMemory(TrainingError):
-    """A train step, a trial step or an evaluation ran out of memory."""
+    """A failure because a train step, or the trial step before the first one, ran out of memory."""
 
 
 class NonRetryableError(TrainingError):

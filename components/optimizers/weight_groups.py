@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from components.contracts.errors import ConfigError, check_at_least_zero
 
 ParamGroup = dict[str, Any]
-"""A group of a torch optimizer: ``params``, a list of ``(name, parameter)`` pairs, and `WeightOptions`."""
+"""A group of a torch optimizer: ``params``, pairs of name and parameter, and fields of ``WeightOptions``."""
 
 
 @dataclass(frozen=True)

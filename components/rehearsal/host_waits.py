@@ -66,11 +66,10 @@ class HostWaits:
         name = func._schema.name
         if name == "aten::_to_copy":
             if target is not None:
-                dtype = kwargs.get("dtype") or args[0].dtype
-                self._copy(args[0], target, dtype, non_blocking=bool(kwargs.get("non_blocking")))
+                self._copy(args[0], target, non_blocking=bool(kwargs.get("non_blocking")))
         elif name == "aten::copy_":
             non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-            self._copy(args[1], args[0].device, args[0].dtype, non_blocking=non_blocking, into=args[0])
+            self._copy(args[1], args[0].device, non_blocking=non_blocking, into=args[0])
         elif name in SYNCHRONIZING or (name == REPEAT and kwargs.get("output_size") is None):
             self.wait(name.removeprefix("aten::"))
         elif name in INDEXING:
@@ -78,25 +77,21 @@ class HostWaits:
                 self._index(name.removeprefix("aten::"), index, args[0], fills=writes_a_number(args))
 
     def _copy(
-        self,
-        source: Tensor,
-        target: torch.device,
-        dtype: torch.dtype,
-        *,
-        non_blocking: bool,
-        into: Tensor | None = None,
+        self, source: Tensor, target: torch.device, *, non_blocking: bool, into: Tensor | None = None
     ) -> None:
-        """Record a copy to a tensor of ``dtype`` on ``target`` if it blocks the host.
+        """Record a copy to a tensor on ``target`` if it blocks the host.
 
         ``into`` is that tensor if it exists. A new one in host memory is pinned by torch if ``non_blocking``.
-        torch copies through pageable memory if the host tensor is not contiguous, or if it is the source and
-        gets another dtype (ATen/native/cuda/Copy.cu).
+        torch copies through pageable memory if the host tensor is not contiguous or is expanded, but not if
+        it gets another dtype, which the device converts (ATen/native/cuda/Copy.cu). Here, every host tensor
+        that is not contiguous counts, also the transposed ones for which torch needs no such copy.
         """
         directions, host = (source.device.type, target.type), source if source.is_cpu else into
-        overlaps = non_blocking and (host is None or (self.pinned.holds(host) and host.is_contiguous()))
+        direct = host is None or (self.pinned.holds(host) and host.is_contiguous())
+        overlaps = non_blocking and direct and (into is None or into.shape == source.shape)
         if directions == ("cuda", "cpu") and not overlaps:
             self.wait("copy to cpu")
-        elif directions == ("cpu", "cuda") and not (overlaps and source.dtype == dtype):
+        elif directions == ("cpu", "cuda") and not overlaps:
             self.blocking_copy("copy to cuda")
 
     def _index(self, name: str, index: Tensor, indexed: Tensor, *, fills: bool) -> None:

@@ -39,7 +39,7 @@ class FailureReport:
     stalled: bool
     """Whether the watchdog has ended the rank."""
     out_of_memory: bool = False
-    """Whether a step or an evaluation ran out of memory."""
+    """Whether a train step ran out of memory."""
 
 
 def report_failure(folder: Path, error: BaseException, *, stalled: bool = False) -> None:

@@ -1,34 +1,39 @@
 """The advice of preflight in the error of a run that ran out of memory."""
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from components.contracts.errors import ConfigError, StepOutOfMemory
+from components.contracts.errors import StepOutOfMemory
+from components.json_text import one_line
 from components.preflight.search.memory_advice import advise_saving
 from runner.launch.checks import RunPreparation, check_parts
 from runner.launch.run_dir import read_run_config
 from runner.launch.run_record import RunRecord
 
+log = logging.getLogger("runner")
+
 
 @contextmanager
 def advising(launch: RunPreparation, folder: Path) -> Iterator[None]:
-    """Add changes with which the run in ``folder`` needs less memory to an out-of-memory error.
+    """Add changes with which the run in ``folder`` needs less memory to the error of its train step.
 
-    They are searched only after the error, because the search may take seconds. An evaluation gets no advice,
-    because preflight estimates train steps.
+    They are searched only after the error, because the search may take seconds. Whatever ends the search,
+    such as a signal, or memory that is still full, the error of the run is reported.
     """
     try:
         yield
     except StepOutOfMemory as error:
-        advice = ""
-        # Memory may still be full, or a file may have been deleted. The error of the run is reported anyway.
-        with suppress(ConfigError, MemoryError, OSError):
-            advice = "" if launch.experiment.run.evaluate_only else advise(launch, folder)
+        try:
+            advice = advise(launch, folder)
+        except (Exception, KeyboardInterrupt) as why:  # noqa: BLE001
+            log.debug("no changes with less memory were found: %s", one_line(why))
+            advice = ""
         if not advice:
             raise
-        raise StepOutOfMemory(f"{error}\n{advice}") from error
+        raise StepOutOfMemory(f"{error}. {advice}") from error
 
 
 def advise(launch: RunPreparation, folder: Path) -> str:

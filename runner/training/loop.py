@@ -90,7 +90,7 @@ def take_steps(t: TrainContext) -> None:
     while t.state.step < last and t.stop.reason is None and not t.hooks.stop:
         step = t.state.step + 1
         t.watchdog.beat(f"in step {step}")
-        with t.profiler.step(step), naming_step(f"step {step}"):
+        with t.profiler.step(step), naming_step(f"step {step}", StepOutOfMemory):
             train_step(t)
         t.checkpoints.poll(t.engine)
         t.stop.expect_save(t.checkpoints.last_write_s)

@@ -42,7 +42,7 @@ def ignores_closed_pipes(process: psutil.Process) -> bool:
         ("raise", ["rank 1 failed", "RuntimeError: the third call is a bad one", "losses.py"]),
         ("exit", ["rank 1", "SystemExit: 3"]),
         ("kill", ["rank 1 was killed by SIGKILL"]),
-        ("memory", ["rank 1: step 2: out of memory in micro-batch 1 of 2 (", "\nPreflight estimates "]),
+        ("memory", ["rank 1: step 2: out of memory in micro-batch 1 of 2 (", ". Preflight estimated "]),
     ],
 )
 def test_a_failing_rank_ends_the_run_with_its_own_words(tmp_path: Path, how: str, said: list[str]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from components.contracts.json_types import Json
 from components.data.records.options import MESSAGE_KEYS, RecordError, RecordOptions
 
-_NOT_MESSAGES = ("tools", "chat_template_kwargs")
+NOT_MESSAGES = ("tools", "chat_template_kwargs")
 """Fields whose objects are not messages, although their keys may have the same names."""
 
 
@@ -21,7 +21,7 @@ def renamed(record: Mapping[str, object], options: RecordOptions) -> Mapping[str
     kept = {} if options.only_columns else {key: record[key] for key in record if key not in named}
     given = {ours: record[theirs] for ours, theirs in fields.items() if record.get(theirs) is not None}
     return {
-        name: value if name in _NOT_MESSAGES else _renamed_messages(value, options)
+        name: value if name in NOT_MESSAGES else _renamed_messages(value, options)
         for name, value in (kept | given).items()
     }
 
@@ -40,7 +40,7 @@ def unnamed(record: Mapping[str, object], options: RecordOptions) -> list[str]:
     of_messages = {ours: theirs for ours, theirs in options.columns.items() if ours in MESSAGE_KEYS}
     of_record = {ours: theirs for ours, theirs in options.columns.items() if ours not in MESSAGE_KEYS}
     found = list(_displaced(record, of_record))
-    not_messages = {options.columns.get(name, name) for name in _NOT_MESSAGES}
+    not_messages = {options.columns.get(name, name) for name in NOT_MESSAGES}
     for name, value in record.items():
         if name in not_messages:
             continue

@@ -195,10 +195,13 @@ def _parts(parts: list[object], where: str, origin: str) -> Message:
 
 
 def has_reasoning_part(raw: Mapping[str, object]) -> bool:
-    """Return whether the content of a message, as it is in a record, has a part of type ``reasoning``."""
+    """Return whether the content of a message, as it is in a record, has a part with reasoning."""
     contents = (raw.get("content"), raw.get("value"))
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, dict) and part.get("type") == "reasoning" for part in parts)
+    return any(
+        isinstance(part, dict) and part.get("type") == "reasoning" and (part.get("text") or part.get("value"))
+        for part in parts
+    )
 
 
 def _calls(raw: Any, where: str, origin: str) -> list[Tool]:

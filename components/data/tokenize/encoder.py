@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from components.contracts.data import PAIRS, SampleKind
-from components.data.records.columns import renamed
+from components.data.records.columns import NOT_MESSAGES, renamed
 from components.data.records.formats import normalize
 from components.data.records.messages import REASONING_KEYS, has_reasoning_part
 from components.data.records.options import RecordError, RecordOptions
@@ -192,12 +192,18 @@ class Encoder:
             return item, ()
         sample, unread = normalize(item, self.options, origin)
         record = item.record if isinstance(item, PairAnswer) else item
-        return sample, [*unread, *self._unread_by_template(renamed(record, self.options))]
+        read = {
+            name: value
+            for name, value in renamed(record, self.options).items()
+            if name not in {*unread, *NOT_MESSAGES, "segments"}
+        }
+        return sample, [*unread, *self._unread_by_template(read)]
 
     def _unread_by_template(self, record: Mapping[str, object]) -> Iterator[str]:
         """Yield the reasoning of messages that the chat template of the tokenizer does not read.
 
-        It is named ``FIELD[].KEY``, or ``FIELD[].content[].reasoning`` if it is a part of a content.
+        ``record`` has the fields with messages, or with strings. The reasoning is named ``FIELD[].KEY``, or
+        ``FIELD[].content[].reasoning`` if it is a part of a content.
         """
         for name, value in record.items():
             values = value if isinstance(value, list) else [value]

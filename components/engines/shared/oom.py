@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from components.contracts.batch import Batch
-from components.contracts.errors import StepOutOfMemory, TrainingError
+from components.contracts.errors import TrainingError
 
 REMEDY = "lower run.micro_batch_size or data.max_length, or set parallelism.activation_checkpointing=full"
 MESSAGES = (
@@ -61,11 +61,11 @@ def naming_microbatch(microbatches: Sequence[Batch]) -> Iterator[Callable[[int],
 
 
 @contextmanager
-def naming_step(step: str, kind: type[StepOutOfMemory] = StepOutOfMemory) -> Iterator[None]:
+def naming_step(step: str, kind: type[TrainingError] = TrainingError) -> Iterator[None]:
     """Name ``step`` in out-of-memory errors, inside or outside of a micro-batch.
 
     Raises:
-        StepOutOfMemory: of the class ``kind``, if the step runs out of memory.
+        TrainingError: of the class ``kind``, if the step runs out of memory.
     """
     try:
         yield

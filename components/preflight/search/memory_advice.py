@@ -66,11 +66,15 @@ def check_fits(case: Candidate, *, evaluates: bool = False) -> None:
 
 def advise_saving(case: Candidate) -> str:
     """Return the cheapest changes for a run that ran out of memory, whatever its estimate, or ""."""
-    device = replace(case.device, memory=int(case.peak.total * (1 - SAVED)), certain=True)
+    memory = min(case.device.memory, int(case.peak.total * (1 - SAVED)))
+    device = replace(case.device, memory=memory, certain=True)
     changes = describe_fixes(replace(case, device=device))
     if not changes:
         return ""
-    return f"Preflight estimates {as_size(case.peak.total)}; with less, the cheapest first: {changes}."
+    return (
+        f"Preflight estimated {as_size(case.peak.total)}. Changes with a lower estimate, the cheapest first: "
+        f"{changes}."
+    )
 
 
 def check_weights_fit(case: Candidate) -> None:

@@ -447,6 +447,11 @@ def test_reasoning_that_the_template_does_not_read_is_listed(
     parts = [{"type": "reasoning", "value": "1 + 1"}, {"type": "text", "value": "2"}]
     of_parts = {"messages": [turns[0], {"role": "assistant", "content": parts}]}
     assert chat_encoder([(of_parts, "a:3")]).unread == {"messages[].content[].reasoning": 1}
+    parts[0]["value"] = ""
+    assert not chat_encoder([(of_parts, "a:3")]).unread
+    parts[0]["value"] = "1 + 1"
+    beside = {"messages": [turns[0], {"role": "assistant", "content": "2"}], "metadata": {"thinking": "1"}}
+    assert chat_encoder([(beside, "a:4")]).unread == {"metadata": 1}, "it has no messages"
     reads = copy.copy(tokenizer)
     reads.chat_template = f"{{# reasoning_content #}}{tokenizer.chat_template}"
     assert not replace(chat_encoder, tokenizer=reads)([(of_parts, "a:3")]).unread
