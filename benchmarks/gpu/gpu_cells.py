@@ -135,7 +135,7 @@ def our_speed(options: Sequence[str], place: Place, seconds: float) -> Facts:
 
 
 def rehearsed_peak(options: Sequence[str], place: Place, seconds: float) -> Facts:
-    """Return the largest memory that a rehearsal has in its steps, or why there is no rehearsal."""
+    """Return the peak memory of a rehearsal's steps in GiB, or the reason if the rehearsal failed."""
     folder = mkdtemp(dir=place.folder)
     words = (*SPEED, *options, "preflight.mode=rehearse", f"run.output_dir={folder}")
     try:

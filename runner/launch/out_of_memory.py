@@ -18,17 +18,17 @@ log = logging.getLogger("runner")
 
 @contextmanager
 def advising(launch: RunPreparation, folder: Path) -> Iterator[None]:
-    """Add changes with which the run in ``folder`` needs less memory to the error of its train step.
+    """Append changes that save memory to the error of a train step of the run that runs out of memory.
 
-    They are searched only after the error, because the search may take seconds. Whatever ends the search,
-    such as a signal, or memory that is still full, the error of the run is reported.
+    The search for them may take seconds and starts only then. If it is interrupted or fails, for example
+    because memory is still full, the original error is raised.
     """
     try:
         yield
     except StepOutOfMemory as error:
         try:
             advice = advise(launch, folder)
-        except (Exception, KeyboardInterrupt) as why:  # noqa: BLE001
+        except (Exception, KeyboardInterrupt) as why:  # noqa: BLE001  the run's own error is raised below
             log.debug("no changes with less memory were found: %s", one_line(why))
             advice = ""
         if not advice:

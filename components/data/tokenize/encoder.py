@@ -192,11 +192,9 @@ class Encoder:
             return item, ()
         sample, unread = normalize(item, self.options, origin)
         record = item.record if isinstance(item, PairAnswer) else item
-        read = {
-            name: value
-            for name, value in renamed(record, self.options).items()
-            if name not in {*unread, *NOT_MESSAGES, "segments"}
-        }
+        left_out = {*unread, *NOT_MESSAGES, "segments"}
+        fields = renamed(record, self.options).items()
+        read = {name: value for name, value in fields if name not in left_out}
         return sample, [*unread, *self._unread_by_template(read)]
 
     def _unread_by_template(self, record: Mapping[str, object]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from components.preflight.search.candidate import Candidate
 
 SHOWN, KEPT, DEPTH = 3, 4, 3
 SAVED = 0.1
-"""Smallest share of its estimate that a run which ran out of memory is advised to save."""
+"""A run that ran out of memory is advised to save at least this share of its estimate."""
 SHORTEST = 256
 """Smallest ``data.max_length`` that is advised, in tokens."""
 

@@ -56,9 +56,10 @@ ZERO, PINNED, HOST = torch.tensor(0.0), torch.empty(4), torch.device("cpu")
         # torch copies these to pageable memory first
         (aten._to_copy.default, lambda: (PINNED[::2],), {"device": GPU, "non_blocking": True}, 0, 1),
         (aten.copy_.default, lambda: (on_gpu(2, 4), PINNED, True), {}, 0, 1),
+        (aten.copy_.default, lambda: (PINNED[::2], on_gpu(2), True), {}, 1, 0),
+        # the GPU changes the dtype
         (aten._to_copy.default, lambda: (PINNED,), HALF | {"device": GPU, "non_blocking": True}, 0, 0),
         (aten.copy_.default, lambda: (on_gpu(4), PINNED, True), {}, 0, 0),
-        (aten.copy_.default, lambda: (PINNED[::2], on_gpu(2), True), {}, 1, 0),
         (aten._to_copy.default, lambda: (on_gpu(4),), {"device": HOST, "non_blocking": True}, 0, 0),
         (aten.copy_.default, lambda: (on_gpu(4), torch.empty(4)), {}, 0, 1),
         (aten.copy_.default, lambda: (torch.empty(4), on_gpu(4), True), {}, 1, 0),
