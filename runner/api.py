@@ -13,8 +13,8 @@ from runner.cli import application, as_mistake, as_override, execute
 from runner.config.command_line import hydra_value, is_sweep
 from runner.config.unknown_keys import check_long_options
 from runner.launch.default_env import set_default_env
-from runner.launch.run_dir import read_run_config
-from runner.launch.run_record import RunRecord
+from runner.records.run_dir import read_run_config
+from runner.records.run_record import RunRecord
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,10 @@ from runner.config.unknown_keys import check_long_options, hint_for_value, trans
 from runner.distribution import distribution
 from runner.launch import slurm_env
 from runner.launch.default_env import set_default_env
-from runner.launch.signals import handling, interrupt
+from runner.records.job_record import SWEEP_FOLDER, SweepJob
 from runner.search_path import program_first
+from runner.signals import handling, interrupt
 from runner.standard_streams import print_error, survive_closed_streams
-from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob
 from runner.sweeps.sweep import finish_sweep, run_point
 
 PATHS = {"model": "model=hf model.path", "data": "data=files data.train"}

@@ -14,7 +14,7 @@ from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
 from runner.launch.prepare import prepare
-from runner.launch.run_record import RunRecord
+from runner.records.run_record import RunRecord
 
 
 def write_order(work: Work, data: Path, steps: int, folder: Path) -> Path:

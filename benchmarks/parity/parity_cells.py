@@ -24,8 +24,8 @@ from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
 from runner.launch.prepare import prepare
-from runner.launch.run_dir import read_run_config
-from runner.launch.run_record import RunRecord
+from runner.records.run_dir import read_run_config
+from runner.records.run_record import RunRecord
 from tests.ranks import Ranks
 
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, open_dict
 
 from components.contracts.errors import ConfigError
 from hydra_plugins.runner_sweeps.local_job import COMMAND
-from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob, read_job_record
+from runner.records.job_record import SWEEP_FOLDER, SweepJob, read_job_record
 from runner.sweeps.local_jobs import LocalJob, run_jobs
 
 

@@ -24,8 +24,8 @@ from hydra_plugins.runner_sweeps.optuna_study import (
 )
 from hydra_plugins.runner_sweeps.search_space import SearchSpace, as_overrides
 from runner.distribution import pip_install
-from runner.sweeps.job_record import SWEEP_FOLDER, JobRecord, SweepJob, read_job_record
-from runner.sweeps.pruner import leave_no_pruner, leave_pruner
+from runner.records.job_record import SWEEP_FOLDER, JobRecord, SweepJob, read_job_record
+from runner.training.pruner import leave_no_pruner, leave_pruner
 
 if TYPE_CHECKING:
     from optuna import Study

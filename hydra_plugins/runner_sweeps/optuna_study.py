@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from components.contracts.errors import ConfigError
 from hydra_plugins.runner_sweeps.search_space import SearchSpace
 from runner.config.sources import did_you_mean
-from runner.sweeps.job_record import JobRecord
+from runner.records.job_record import JobRecord
 
 if TYPE_CHECKING:
     from optuna import Study

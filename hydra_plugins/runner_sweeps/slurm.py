@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from components.contracts.errors import ConfigError
 from runner.config.sources import ConfigSources
 from runner.distribution import pip_install
-from runner.sweeps.job_record import SWEEP_FOLDER, read_job_record
+from runner.records.job_record import SWEEP_FOLDER, read_job_record
 
 if TYPE_CHECKING:
     from runner.sweeps.slurm.job import SlurmJob

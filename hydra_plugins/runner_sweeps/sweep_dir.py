@@ -13,9 +13,9 @@ from omegaconf import DictConfig, read_write
 from components.contracts.errors import ConfigError
 from hydra_plugins.runner_sweeps.search_space import as_overrides
 from runner.launch.slurm_env import MAX_REQUEUES
-from runner.sweeps.job_record import SWEEP_FOLDER
-from runner.sweeps.pruner import leave_no_pruner
+from runner.records.job_record import SWEEP_FOLDER
 from runner.sweeps.sweep import create_sweep
+from runner.training.pruner import leave_no_pruner
 
 
 class SweepFolder(Callback):

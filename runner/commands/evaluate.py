@@ -20,10 +20,10 @@ from components.home import expand_home
 from runner import cli
 from runner.commands.arguments import first_line, is_path, trusted_modules
 from runner.config.command_line import hydra_value, long_flags
-from runner.config.renamed_keys import with_current_key
 from runner.config.sources import is_trusted, name_of
-from runner.launch.run_dir import read_run_config
-from runner.launch.run_record import RunRecord
+from runner.records.renamed_keys import with_current_key
+from runner.records.run_dir import read_run_config
+from runner.records.run_record import RunRecord
 from runner.standard_streams import print_error
 
 _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "hook")

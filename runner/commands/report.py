@@ -21,8 +21,8 @@ from components.report import FORECAST, Entry, RunPage, write_page
 from runner.cli import run_or_answer
 from runner.commands.arguments import first_line
 from runner.config.command_line import is_sweep, single_job_overrides
-from runner.launch.run_record import RunRecord
-from runner.sweeps.job_record import JobRecord, read_job_records
+from runner.records.job_record import JobRecord, read_job_records
+from runner.records.run_record import RunRecord
 
 WATCH_S = 5.0
 """Seconds between two writes of the page with ``--watch``."""

@@ -22,7 +22,7 @@ from components.models.scalar_head import SCORE, is_classifier
 from runner.commands.arguments import trusted_modules
 from runner.config.instantiate import build_component
 from runner.config.sources import ConfigSources
-from runner.launch.run_dir import read_run_config
+from runner.records.run_dir import read_run_config
 from runner.training.rank import DTYPES
 
 

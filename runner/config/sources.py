@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from runner.sweeps.job_record import SweepJob
+from runner.records.job_record import SweepJob
 
 COMMAND_LINE = "the command line"
 CONFIG = "conf/config.yaml"

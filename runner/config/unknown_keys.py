@@ -13,8 +13,8 @@ import yaml
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
-from runner.config.renamed_keys import RENAMED
 from runner.config.sources import did_you_mean
+from runner.records.renamed_keys import RENAMED
 
 MOST_LISTED = 12
 """Maximum number of known keys that a message lists. If there are more, it lists none."""

@@ -39,11 +39,11 @@ from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import watched_metric
 from runner.config.sources import ConfigSources
 from runner.launch.restart import begun_by_this_job
-from runner.launch.run_dir import create_run_folder, read_run_config, write_config
-from runner.launch.run_record import RunRecord, has_completed
 from runner.launch.unread_options import check_unread_options
 from runner.logging_setup import log_to
-from runner.sweeps.job_record import SweepJob
+from runner.records.job_record import SweepJob
+from runner.records.run_dir import create_run_folder, read_run_config, write_config
+from runner.records.run_record import RunRecord, has_completed
 from runner.training.rank import DTYPES, engine_options
 from runner.training.state import TrainState
 

@@ -14,9 +14,9 @@ from components.preflight.checks import steps_done
 from runner.config.command_line import hydra_value, is_sweep, single_job_overrides
 from runner.config.instantiate import Experiment
 from runner.launch.checks import RunPreparation
-from runner.launch.run_record import RunRecord, Stopped
+from runner.records.run_record import RunRecord, Stopped
+from runner.records.run_summary import Results
 from runner.training.rank import DTYPES
-from runner.training.run_summary import Results
 
 
 def print_summary(experiment: Experiment, folder: Path, record: RunRecord, saved: Path | None) -> None:

@@ -10,8 +10,8 @@ from components.contracts.errors import StepOutOfMemory
 from components.json_text import one_line
 from components.preflight.search.memory_advice import advise_saving
 from runner.launch.checks import RunPreparation, check_parts
-from runner.launch.run_dir import read_run_config
-from runner.launch.run_record import RunRecord
+from runner.records.run_dir import read_run_config
+from runner.records.run_record import RunRecord
 
 log = logging.getLogger("runner")
 

@@ -13,8 +13,9 @@ from components.preflight.forecast_report import survey
 from components.preflight.search.memory_advice import check_fits
 from runner.launch import slurm_env
 from runner.launch.checks import PreparedRun, RunPreparation, inspect
-from runner.launch.failures import clear_failure_reports
-from runner.launch.run_dir import (
+from runner.launch.run_lock import locked
+from runner.records.failures import clear_failure_reports
+from runner.records.run_dir import (
     create_run_folder,
     git_commit,
     read_run_config,
@@ -23,8 +24,7 @@ from runner.launch.run_dir import (
     write_code_diff,
     write_config,
 )
-from runner.launch.run_lock import locked
-from runner.launch.run_record import (
+from runner.records.run_record import (
     METRICS,
     PeakMemory,
     ReferenceCache,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from components.contracts.errors import DONE, FAILED, TrainingError
-from runner.launch.failures import report_failure
-from runner.launch.signals import REQUESTS
+from runner.records.failures import report_failure
+from runner.signals import REQUESTS
 from runner.standard_streams import print_error, survive_closed_streams
 
 PR_SET_PDEATHSIG = 1

@@ -9,11 +9,11 @@ from pathlib import Path
 from components.checkpoint import is_run_folder, newest_valid, run_order
 from components.contracts.errors import ConfigError, NonRetryableError, TrainingError
 from components.preflight.checks import steps_done
-from runner.launch.run_dir import reopen_run_folder
-from runner.launch.run_record import METRICS, RunRecord, logged_results
 from runner.launch.slurm_env import job_facts, max_requeues
 from runner.launch.spawn import run_workers
 from runner.logging_setup import log_to
+from runner.records.run_dir import reopen_run_folder
+from runner.records.run_record import METRICS, RunRecord, logged_results
 
 log = logging.getLogger("runner")
 

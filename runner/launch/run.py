@@ -12,7 +12,6 @@ from components.rank_info import RankInfo
 from runner.config.sources import ConfigSources
 from runner.launch import rendezvous, slurm_env
 from runner.launch.checks import RunPreparation, check_launch, inspect
-from runner.launch.failures import naming_file, report_failure, reporting_failures
 from runner.launch.final_report import check_saved, newest_checkpoint, print_stopped, print_summary
 from runner.launch.out_of_memory import advising
 from runner.launch.plan import print_forecast
@@ -20,7 +19,8 @@ from runner.launch.prepare import prepare
 from runner.launch.prove import print_proof
 from runner.launch.rehearse import print_rehearsal
 from runner.launch.restart import run_with_restarts
-from runner.launch.run_record import RunRecord, Stopped, recording_end
+from runner.records.failures import naming_file, report_failure, reporting_failures
+from runner.records.run_record import RunRecord, Stopped, recording_end
 from runner.training.rank import run_rank
 from runner.training.stop import PRUNED
 from runner.training.watchdog import end_process

@@ -6,10 +6,10 @@ Only requeueing calls a command of SLURM, ``scontrol``.
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from components.contracts.errors import ConfigError
 from components.rank_info import RankInfo, number
+from runner.records.run_record import JobFacts
 
 MAX_REQUEUES = "RUNNER_MAX_REQUEUES"
 """Environment variable of a SLURM job that is one run: the number of times that it may be requeued."""
@@ -33,16 +33,6 @@ def ranks(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     threads = environ.get("OMP_NUM_THREADS", environ.get("SLURM_CPUS_PER_TASK", "1"))
     return place.variables() | {"OMP_NUM_THREADS": threads}
-
-
-@dataclass(frozen=True)
-class JobFacts:
-    """The SLURM job of a run, as run.json records it."""
-
-    job: str
-    """Job id in the form of ``squeue``, such as ``17_2`` for a job of an array."""
-    restarts: int
-    """Number of times that SLURM has restarted the job."""
 
 
 def job_facts(environ: Mapping[str, str]) -> JobFacts | None:

@@ -11,10 +11,10 @@ from typing import IO
 
 from components.contracts.errors import DONE, NonRetryableError
 from components.rank_info import CORES, RankInfo, num_cores
-from runner.launch.failures import clear_failure_reports, rank_log, read_failure_reports, root_cause
 from runner.launch.rendezvous import host_loopback_store
-from runner.launch.signals import REQUESTS, SignalHandler, announce, handling
+from runner.records.failures import clear_failure_reports, rank_log, read_failure_reports, root_cause
 from runner.search_path import python_module
+from runner.signals import REQUESTS, SignalHandler, announce, handling
 from runner.training.watchdog import discard_if_empty, stacks_path
 
 POLL_S = 0.05

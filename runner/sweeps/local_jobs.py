@@ -14,9 +14,9 @@ from pathlib import Path
 
 from components.contracts.errors import DONE, INTERRUPTED
 from components.rank_info import CORES, GPU_SHARERS, num_cores
-from runner.launch.failures import describe_exit, read_last_lines
-from runner.launch.signals import SignalHandler, handling
-from runner.sweeps.job_record import SweepJob, read_job_record
+from runner.records.failures import describe_exit, read_last_lines
+from runner.records.job_record import SweepJob, read_job_record
+from runner.signals import SignalHandler, handling
 
 POLL_S = 0.1
 GRACE_S = 5.0

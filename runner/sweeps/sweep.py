@@ -23,8 +23,7 @@ from components.contracts.json_types import Json
 from components.contracts.status import JobStatus
 from components.json_text import read_json
 from runner.config.command_line import single_job_overrides
-from runner.launch.run_record import RunRecord
-from runner.sweeps.job_record import (
+from runner.records.job_record import (
     JobRecord,
     SweepJob,
     are_comparable,
@@ -32,6 +31,7 @@ from runner.sweeps.job_record import (
     read_job_record,
     read_job_records,
 )
+from runner.records.run_record import RunRecord
 from runner.sweeps.table import print_table
 from runner.training.stop import PRUNED
 

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from runner.sweeps.job_record import JobRecord, best, varied_overrides
+from runner.records.job_record import JobRecord, best, varied_overrides
 
 STYLES = {"failed": "red", "invalid": "yellow", "pruned": "dim", "interrupted": "dim"}
 

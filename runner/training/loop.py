@@ -26,7 +26,7 @@ from components.contracts.errors import StepOutOfMemory
 from components.contracts.loss import Loss
 from components.engines.shared.oom import naming_step
 from runner.config.run_config import CheckpointConfig, RunConfig, every
-from runner.launch.run_record import Stopped
+from runner.records.run_record import Stopped
 from runner.training.hooks import Hooks
 from runner.training.metrics import MetricsReporter
 from runner.training.profiler import Profiler

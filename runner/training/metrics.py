@@ -16,8 +16,8 @@ from components.contracts.data import BatchStats
 from components.contracts.engine import StepResult
 from components.loggers import CompositeLogger, RunResult
 from runner.config.run_config import every
-from runner.launch.run_record import Stopped
-from runner.training.run_summary import Results
+from runner.records.run_record import Stopped
+from runner.records.run_summary import Results
 from runner.training.state import TrainState
 from runner.training.stop import PRUNED
 

@@ -14,7 +14,7 @@ from components.proof.steps import ProofRun
 from components.rank_info import RankInfo
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
-from runner.launch.run_dir import read_run_config
+from runner.records.run_dir import read_run_config
 from runner.training.rank import DTYPES, build_engine, reference_hook
 from runner.training.watchdog import Watchdog, end_process
 

@@ -39,12 +39,11 @@ from components.reference.source import resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import CheckpointConfig, seconds, watched_metric
 from runner.config.sources import ConfigSources
-from runner.launch.failures import naming_file
-from runner.launch.run_dir import read_run_config, write_config
-from runner.launch.run_record import PeakMemory, RunRecord
-from runner.launch.signals import SignalHandler, announce, handling
 from runner.logging_setup import log_to
-from runner.sweeps.pruner import pruner_of
+from runner.records.failures import naming_file
+from runner.records.run_dir import read_run_config, write_config
+from runner.records.run_record import PeakMemory, RunRecord
+from runner.signals import SignalHandler, announce, handling
 from runner.training.determinism import deterministic
 from runner.training.hooks import Hooks
 from runner.training.loop import (
@@ -59,6 +58,7 @@ from runner.training.metrics import MetricsReporter
 from runner.training.own_hooks import BestMetric, SkipLimit, SyncReference
 from runner.training.prefetch import Prefetched
 from runner.training.profiler import Profiler
+from runner.training.pruner import pruner_of
 from runner.training.state import TrainState
 from runner.training.stop import StopPolicy
 from runner.training.watchdog import Watchdog, end_process

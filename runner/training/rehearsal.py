@@ -11,7 +11,7 @@ from components.rehearsal.outcome import describe
 from components.rehearsal.rehearsed_run import RehearsedRun, install, rehearse
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
-from runner.launch.run_dir import read_run_config
+from runner.records.run_dir import read_run_config
 from runner.training.prove import unlogged_run
 from runner.training.rank import training_options
 from runner.training.state import TrainState

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runner.launch.signals import SignalHandler
+from runner.signals import SignalHandler
 
 PRUNED = "pruned"
 """Stop reason of a run that the pruner of a sweep has ended because it was not promising."""

@@ -30,7 +30,7 @@ from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.launch.checks import RunPreparation, check_launch
 from runner.launch.prepare import prepare
-from runner.launch.run_record import RunRecord
+from runner.records.run_record import RunRecord
 from runner.training import rank
 from runner.training.rank import run_rank
 from tests.ranks import Ranks

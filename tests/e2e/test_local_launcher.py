@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from runner.sweeps.job_record import JobRecord, read_job_records
+from runner.records.job_record import JobRecord, read_job_records
 from tests.e2e.commands import ROOT, SMALL, Command, left
 from tests.e2e.test_workers import FAILS
 

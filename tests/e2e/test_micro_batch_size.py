@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runner.launch.run_dir import read_run_config
+from runner.records.run_dir import read_run_config
 from tests.e2e.commands import SMALL, curve, rows, run_here
 
 SAVED = (*SMALL, "run.export=false", "checkpoint.save_every=2")

@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from components.contracts.errors import ConfigError, TrainingError
 from hydra_plugins.runner_sweeps.optuna_study import NAME, storage_in
-from runner.sweeps.job_record import JobRecord, read_job_records
+from runner.records.job_record import JobRecord, read_job_records
 from tests.e2e.commands import SMALL, call_here, rows
 
 SEARCH = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.study_name=s", "hydra.sweeper.n_trials=8")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from runner.sweeps.job_record import read_job_records
+from runner.records.job_record import read_job_records
 from tests.e2e.commands import SMALL, call_here
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 
 from components.contracts.errors import TrainingError
 from runner.launch import run as launch
-from runner.sweeps.job_record import read_job_records
-from runner.sweeps.pruner import leave_pruner
+from runner.records.job_record import read_job_records
+from runner.training.pruner import leave_pruner
 from tests.e2e.commands import SMALL, call_here, curve, rows, run_forked, run_here
 
 

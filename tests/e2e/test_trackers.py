@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.launch.run_record import RunRecord
+from runner.records.run_record import RunRecord
 from runner.training import loop
 from tests.e2e.commands import SMALL, Command, call_here, curve, newest, rows, run_here
 from tests.trackers import scalars, tags, wandb_runs

@@ -17,8 +17,8 @@ from components.data.loader import TokenDataLoader
 from components.engines.fsdp2.engine import FSDP2Engine
 from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
 from components.engines.shared.oom import REMEDY
-from runner.launch.run_dir import read_run_config
-from runner.launch.run_record import PeakMemory, RunRecord
+from runner.records.run_dir import read_run_config
+from runner.records.run_record import PeakMemory, RunRecord
 from runner.training import loop
 from tests.e2e.commands import SMALL, call_here, curve, run_here
 

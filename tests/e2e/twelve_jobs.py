@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from components.schedulers import Constant
-from runner.sweeps.job_record import JobRecord, read_job_records
+from runner.records.job_record import JobRecord, read_job_records
 from tests.e2e.commands import SMALL
 
 RATES, LAYOUTS, LAYERS = ("1e-3", "3e-3"), ("single", "megatron", "pp2"), ("2", "3")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.launch.run_record import RunRecord
+from runner.records.run_record import RunRecord
 from tests.e2e.commands import SMALL, curve, rows, run_here
 
 pytestmark = [

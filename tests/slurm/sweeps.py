@@ -11,7 +11,7 @@ from typing import Self
 
 import pytest
 
-from runner.sweeps.job_record import JobRecord, read_job_records
+from runner.records.job_record import JobRecord, read_job_records
 from tests.e2e.commands import command
 from tests.forkserver import Process, run_module
 from tests.patience import patience

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.sweeps.job_record import JobRecord
+from runner.records.job_record import JobRecord
 from tests.e2e.commands import SMALL, curve, newest, run_here, write_chats
 from tests.patience import patience
 from tests.slurm.cluster import NODES, Cluster, need_slurm

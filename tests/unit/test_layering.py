@@ -16,7 +16,7 @@ COMPONENTS = sorted((ROOT / "components").rglob("*.py"))
 PLUGINS = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 HYDRA = {"runner/cli.py", "runner/config/instantiate.py"}
 USERS_WORDS = {
-    "runner/config/renamed_keys.py",
+    "runner/records/renamed_keys.py",
     "runner/commands/import_config.py",
     "runner/commands/other_tools.py",
 }
@@ -37,10 +37,9 @@ LAYERS = (
     "components.engines",
     "components.preflight",
     "components.rehearsal components.proof",
-    "runner.config runner.logging_setup runner.sweeps.job_record runner.launch.run_dir "
-    "runner.launch.failures runner.launch.run_lock runner.launch.run_record runner.launch.slurm_env "
-    "runner.launch.signals runner.training.run_summary",
-    "runner.training runner.sweeps.pruner",
+    "runner.logging_setup runner.signals runner.records",
+    "runner.config",
+    "runner.training",
     "runner.launch",
     "runner.sweeps runner.cli",
     "runner.api runner.commands runner.chat runner.evaluate runner.export runner.generate "

@@ -15,9 +15,9 @@ from runner.config.sources import ConfigSources
 from runner.launch import slurm_env
 from runner.launch.default_env import set_default_env
 from runner.launch.rank_main import exit_process
+from runner.records.job_record import SWEEP_FOLDER, SweepJob, read_job_record
 from runner.search_path import program_first
 from runner.standard_streams import survive_closed_streams
-from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob, read_job_record
 from runner.sweeps.sweep import run_point
 
 CODES = {"completed": DONE, "pruned": DONE, "interrupted": DONE, "invalid": MISTAKE}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from components.contracts.errors import INTERRUPTED
 from runner.config.command_line import hydra_value
-from runner.launch.failures import read_failure_reports, read_last_lines, root_cause
-from runner.sweeps.job_record import JobRecord, SweepJob, read_job_record
+from runner.records.failures import read_failure_reports, read_last_lines, root_cause
+from runner.records.job_record import JobRecord, SweepJob, read_job_record
 
 OVER = frozenset(
     {

@@ -13,12 +13,12 @@ from components.data.records.record_files import Unreadable, read_records
 from components.json_text import read_json
 from components.models.generate import read_generation_config
 from components.report.runs import Entry, read_run
-from runner.launch.failures import read_failure_reports
-from runner.launch.run_dir import reopen_run_folder
-from runner.launch.run_record import RunRecord, SweepPlace
-from runner.sweeps.job_record import read_job_records
-from runner.sweeps.pruner import pruner_of
+from runner.records.failures import read_failure_reports
+from runner.records.job_record import read_job_records
+from runner.records.run_dir import reopen_run_folder
+from runner.records.run_record import RunRecord, SweepPlace
 from runner.sweeps.sweep import create_sweep
+from runner.training.pruner import pruner_of
 from runner.training.state import TrainState
 
 ODD_TEXT = {

@@ -8,7 +8,7 @@ import yaml
 from components.contracts.errors import ConfigError
 from components.report.runs import read_yaml
 from components.yaml_text import parse_yaml
-from runner.launch.run_dir import read_run_config
+from runner.records.run_dir import read_run_config
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
 ITSELF = "a: &a\n  b: *a\n"

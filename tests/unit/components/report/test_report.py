@@ -22,7 +22,7 @@ from components.report.page import varied_keys
 from components.report.runs import read_completions
 from runner.cli import run_or_answer
 from runner.commands.report import WATCH_S, all_entries, entries, parse, report
-from runner.training.run_summary import Results
+from runner.records.run_summary import Results
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!-- {{script}} & 'quotes' \""
 

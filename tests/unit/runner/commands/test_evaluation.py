@@ -7,8 +7,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from components.contracts.errors import ConfigError
 from runner.commands.arguments import parse_pairs
 from runner.commands.evaluate import evaluation
-from runner.config.renamed_keys import RENAMED
-from runner.launch.run_record import RunRecord
+from runner.records.renamed_keys import RENAMED
+from runner.records.run_record import RunRecord
 
 
 def test_a_file_replaces_the_data_sets_of_a_run(tmp_path: Path) -> None:

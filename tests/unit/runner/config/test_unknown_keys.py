@@ -8,7 +8,6 @@ import yaml
 
 from benchmarks.compose import composed
 from components.contracts.errors import ConfigError
-from runner.config.renamed_keys import RENAMED
 from runner.config.unknown_keys import (
     check_long_options,
     counterpart,
@@ -18,6 +17,7 @@ from runner.config.unknown_keys import (
     page,
     unknown_key,
 )
+from runner.records.renamed_keys import RENAMED
 
 ROOT = Path(__file__).parents[4]
 WORDS = [(tool, word) for tool, options in dictionary().items() for word in options]

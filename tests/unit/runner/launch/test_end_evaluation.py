@@ -7,7 +7,7 @@ import pytest
 from components.contracts.errors import DONE, INTERRUPTED, TrainingError
 from runner.launch import slurm_env
 from runner.launch.run import end_evaluation
-from runner.launch.run_record import Stopped
+from runner.records.run_record import Stopped
 
 
 @pytest.mark.parametrize(

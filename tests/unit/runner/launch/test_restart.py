@@ -10,7 +10,7 @@ from components.checkpoint.folder import CheckpointMeta, commit, complete_checkp
 from components.contracts.errors import ConfigError, NonRetryableError, TrainingError
 from components.preflight.checks import check_restarts
 from runner.launch import restart
-from runner.launch.run_record import RunRecord
+from runner.records.run_record import RunRecord
 
 
 @pytest.fixture

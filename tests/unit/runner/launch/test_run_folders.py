@@ -11,10 +11,10 @@ import pytest
 
 from components.checkpoint import run_order
 from components.contracts.errors import ConfigError, TrainingError
-from runner.launch import run_dir
-from runner.launch.failures import naming_file
-from runner.launch.run_dir import create_run_folder
 from runner.launch.run_lock import locked
+from runner.records import run_dir
+from runner.records.failures import naming_file
+from runner.records.run_dir import create_run_folder
 
 CLOCK = ["2026-05-01 10:00:00", "2026-05-01 10:00:00", "2026-04-01 10:00:00", "2026-05-01 10:00:01"]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from components.rank_info import CORES, GPU_SHARERS
-from runner.sweeps.job_record import SweepJob, read_job_records
+from runner.records.job_record import SweepJob, read_job_records
 from runner.sweeps.local_jobs import LocalJob, gpu_share, run_jobs
 
 WELL = """
 import os, sys, time
 from pathlib import Path
-from runner.sweeps.job_record import SweepJob
+from runner.records.job_record import SweepJob
 began = time.time()
 assert sys.stdin.read() == "given"
 time.sleep(0.3)

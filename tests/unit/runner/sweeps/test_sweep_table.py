@@ -14,8 +14,8 @@ from components.contracts.errors import ConfigError
 from components.contracts.status import RunStatus
 from runner.config.command_line import single_job_overrides
 from runner.launch.checks import is_own_run
-from runner.launch.run_record import RunRecord, SweepPlace
-from runner.sweeps.job_record import JobRecord, SweepJob, are_comparable, read_job_record
+from runner.records.job_record import JobRecord, SweepJob, are_comparable, read_job_record
+from runner.records.run_record import RunRecord, SweepPlace
 from runner.sweeps.sweep import create_sweep, finish_sweep
 from runner.sweeps.table import format_value, print_table
 

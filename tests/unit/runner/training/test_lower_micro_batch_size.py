@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch.run_dir import read_run_config, write_config
-from runner.launch.run_record import RunRecord
+from runner.records.run_dir import read_run_config, write_config
+from runner.records.run_record import RunRecord
 from runner.training.rank import lower_micro_batch_size
 
 

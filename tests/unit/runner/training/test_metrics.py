@@ -8,9 +8,9 @@ import pytest
 from rich.progress import Progress
 
 from components.loggers import Row, RunResult
-from runner.launch.run_record import Stopped
+from runner.records.run_record import Stopped
+from runner.records.run_summary import Results
 from runner.training.metrics import MetricsReporter
-from runner.training.run_summary import Results
 from runner.training.state import TrainState
 
 

@@ -8,7 +8,7 @@ import pytest
 from components.contracts.errors import ConfigError
 from runner.config.run_config import seconds
 from runner.launch.final_report import resume_command
-from runner.launch.signals import REQUESTS, SignalHandler, handling, interrupt
+from runner.signals import REQUESTS, SignalHandler, handling, interrupt
 from runner.training.stop import StopPolicy
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1

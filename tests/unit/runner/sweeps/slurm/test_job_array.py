@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runner.sweeps.job_record import JobRecord, SweepJob, read_job_record
+from runner.records.job_record import JobRecord, SweepJob, read_job_record
 from runner.sweeps.slurm import job_array
 from runner.sweeps.slurm.job_array import JobArray, Queue, SubmittedJob, finalize_job, wants_cancel
 

@@ -8,7 +8,7 @@ import pytest
 
 from components.contracts.errors import ConfigError, TrainingError
 from runner.config.sources import ConfigSources
-from runner.sweeps.job_record import SWEEP_FOLDER, SweepJob, read_job_record
+from runner.records.job_record import SWEEP_FOLDER, SweepJob, read_job_record
 from runner.sweeps.slurm import job
 from runner.sweeps.slurm.job import SlurmJob
 

@@ -15,8 +15,8 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
 from components.json_text import one_line, parse_json
 from components.yaml_text import parse_yaml
-from runner.config.renamed_keys import upgraded
 from runner.distribution import distribution
+from runner.records.renamed_keys import upgraded
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "omegaconf", "numpy")

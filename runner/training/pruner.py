@@ -9,7 +9,7 @@ from components.atomic_write import write_atomic
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
 from components.json_text import as_type, one_line, read_json
-from runner.launch.run_record import SweepPlace
+from runner.records.run_record import SweepPlace
 from runner.training.stop import Pruner
 
 FILE = "pruner.json"

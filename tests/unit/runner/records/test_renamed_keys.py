@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.config.renamed_keys import upgraded
+from runner.records.renamed_keys import upgraded
 
 
 def test_keys_of_an_older_run_get_their_present_names() -> None:

@@ -13,8 +13,7 @@ from components.contracts.errors import ConfigError, TrainingError
 from components.contracts.json_types import Config, Json
 from components.contracts.status import RunStatus, current_status
 from components.json_text import as_type, parse_json
-from runner.launch.slurm_env import JobFacts
-from runner.training.run_summary import Results
+from runner.records.run_summary import Results
 
 METRICS = "metrics.jsonl"
 
@@ -28,6 +27,16 @@ class Stopped:
     """Number of steps of the whole run."""
     reason: str
     """Name of a signal, ``run.max_time``, or ``pruned``."""
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """The SLURM job of a run."""
+
+    job: str
+    """Job id in the form of ``squeue``, such as ``17_2`` for a job of an array."""
+    restarts: int
+    """Number of times that SLURM has restarted the job."""
 
 
 @dataclass(frozen=True)
