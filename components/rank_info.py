@@ -48,16 +48,16 @@ class RankInfo:
             ConfigError: if a variable is not a number in its range.
         """
         environ = os.environ if environ is None else environ
-        world_size = number(environ, "WORLD_SIZE", cls.world_size, range(1, 10**6))
+        world_size = env_number(environ, "WORLD_SIZE", cls.world_size, range(1, 10**6))
         ranks = range(world_size if "WORLD_SIZE" in environ else 10**6)  # check_place names what is missing
         return cls(
-            rank=number(environ, "RANK", cls.rank, ranks),
+            rank=env_number(environ, "RANK", cls.rank, ranks),
             world_size=world_size,
-            local_rank=number(environ, "LOCAL_RANK", cls.local_rank, ranks),
-            local_world_size=number(environ, "LOCAL_WORLD_SIZE", world_size, range(1, world_size + 1)),
-            node=number(environ, "GROUP_RANK", cls.node, ranks),
+            local_rank=env_number(environ, "LOCAL_RANK", cls.local_rank, ranks),
+            local_world_size=env_number(environ, "LOCAL_WORLD_SIZE", world_size, range(1, world_size + 1)),
+            node=env_number(environ, "GROUP_RANK", cls.node, ranks),
             master_addr=environ.get("MASTER_ADDR", cls.master_addr),
-            master_port=number(environ, "MASTER_PORT", cls.master_port, PORT),
+            master_port=env_number(environ, "MASTER_PORT", cls.master_port, PORT),
             launched=any(name in environ for name in PLACE),
         )
 
@@ -75,11 +75,11 @@ class RankInfo:
             ConfigError: if a variable of a rank is missing or not a number in its range, or if
                 SLURM_STEP_TASKS_PER_NODE has no entry for this node.
         """
-        size = number(environ, "SLURM_STEP_NUM_TASKS", 1, range(1, 10**6))
+        size = env_number(environ, "SLURM_STEP_NUM_TASKS", 1, range(1, 10**6))
         if size == 1 or "RANK" in environ:
             return None
         node, job, step, rank, local_rank = (
-            number(environ, f"SLURM_{name}", None, allowed)
+            env_number(environ, f"SLURM_{name}", None, allowed)
             for name, allowed in (
                 ("NODEID", range(10**6)),
                 ("JOB_ID", range(2**32)),
@@ -102,7 +102,7 @@ class RankInfo:
             local_world_size=counts[node],
             node=node,
             master_addr=environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "")),
-            master_port=number(environ, "MASTER_PORT", chosen, PORT)
+            master_port=env_number(environ, "MASTER_PORT", chosen, PORT)
             if environ.get("MASTER_PORT")
             else chosen,
             launched=True,
@@ -121,7 +121,7 @@ class RankInfo:
         }
 
 
-def number(environ: Mapping[str, str], name: str, default: int | None, allowed: range) -> int:
+def env_number(environ: Mapping[str, str], name: str, default: int | None, allowed: range) -> int:
     """Return the environment variable ``name`` as a number, or ``default`` if it is not set.
 
     Raises:

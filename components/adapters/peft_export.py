@@ -49,7 +49,7 @@ def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, 
             file.unlink()
         peft_config(adapter.exported, model, spec).save_pretrained(str(path))
         if adapter.quantize is not None:
-            nf4.write_config(path)
+            nf4.write_quantization_config(path)
         shutil.copymode(path / CONFIG, path / TENSORS)  # safetensors lets only the owner read its files
     if dist.is_initialized():
         dist.barrier()

@@ -110,7 +110,7 @@ def read_settings(path: str) -> Json:
     }
 
 
-def as_overrides(path: Path) -> dict[str, str]:
+def adapter_overrides(path: Path) -> dict[str, str]:
     """Return the keys that select the adapter at ``path`` and, if it names one, its base model."""
     settings = read_json(path / CONFIG)
     model = {"model.path": settings.get(BASE), "model.revision": settings.get(REVISION)}

@@ -142,7 +142,7 @@ def audit_source(
         unsupervised=record.left_out["unsupervised"] if with_left_out else 0,
         identical=record.left_out["identical"] if with_left_out else 0,
         bad=len(record.bad) if with_left_out else 0,
-        first_bad=listed(record.bad) if with_left_out else (),
+        first_bad=first_bad_records(record.bad) if with_left_out else (),
         unread=dict(sorted(record.unread.items())),
         long_prompts=record.long_prompts if with_left_out else 0,
         cut_prompts=record.cut_prompts if with_left_out else 0,
@@ -155,7 +155,7 @@ def audit_source(
     )
 
 
-def listed(records: Sequence[BadRecord]) -> tuple[str, ...]:
+def first_bad_records(records: Sequence[BadRecord]) -> tuple[str, ...]:
     return tuple(f"{bad.origin}: {bad.reason}" for bad in records[:LISTED])
 
 

@@ -17,7 +17,7 @@ class JsonlLogger:
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, row: Row) -> None:
-        finite = {key: value if is_number(value) else None for key, value in row.items()}
+        finite = {key: value if is_finite(value) else None for key, value in row.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -39,5 +39,5 @@ class Jsonl:
         return JsonlLogger(start.folder / "metrics.jsonl")
 
 
-def is_number(value: float | int | None) -> bool:
+def is_finite(value: float | int | None) -> bool:
     return value is not None and math.isfinite(value)

@@ -32,7 +32,7 @@ CONFIG = "quantization_config.json"
 SETTINGS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
-def write_config(folder: Path) -> None:
+def write_quantization_config(folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(SETTINGS, indent=2) + "\n")
 
 
@@ -50,10 +50,10 @@ def check_installed() -> None:
 
 def num_bytes(numel: int) -> int:
     """Return the number of bytes that ``quantize`` returns for ``numel`` values: 4.127 bits for each."""
-    return sum(sizes(numel))
+    return sum(packed_sizes(numel))
 
 
-def sizes(numel: int) -> tuple[int, int, int]:
+def packed_sizes(numel: int) -> tuple[int, int, int]:
     """Return the sizes in bytes of the values, of the fp32 numbers for the scales, and of the scales."""
     blocks = -(-numel // BLOCK)
     return blocks * BLOCK // 2, 4 * (-(-blocks // GROUP) + 1), blocks
@@ -72,7 +72,7 @@ def quantize(matrix: Tensor) -> Tensor:
 def dequantize(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return the matrix of ``shape`` that ``packed`` contains, in ``dtype``."""
     ops, numel = operators(), prod(shape)
-    values, numbers, codes = packed.split(sizes(numel))
+    values, numbers, codes = packed.split(packed_sizes(numel))
     numbers = numbers.view(torch.float32)
     code = code_of_scales(packed.device)
     scales = ops.dequantize_blockwise(codes, numbers[:-1], code, GROUP, torch.float32) + numbers[-1]

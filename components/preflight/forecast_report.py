@@ -75,7 +75,7 @@ def survey(case: Candidate | None, config: Config) -> Report:
     }
     if not sections["groups"]:  # one rank has none
         del sections["groups"]
-    return Report(sections, evaluation_lines(case) if evaluates else lines(case, work, sections))
+    return Report(sections, evaluation_lines(case) if evaluates else summary_lines(case, work, sections))
 
 
 def layout_section(case: Candidate) -> Scalars:
@@ -135,7 +135,7 @@ def step_section(case: Candidate, work: StepWork) -> Scalars:
     return {"flops": work.flops, **time.to_json(), "tokens_per_s": work.tokens / time.total}
 
 
-def lines(case: Candidate, work: StepWork, sections: Mapping[str, Section]) -> dict[str, str]:
+def summary_lines(case: Candidate, work: StepWork, sections: Mapping[str, Section]) -> dict[str, str]:
     """Return a one-line summary of each section."""
     time, workload, device = step_time(case, work), case.microbatch, case.device
     counts, most = parameter_counts(case), case.peak

@@ -11,7 +11,7 @@ from components.data.data_sources import FileSource
 from components.data.store.indexed import indexed_prefix
 from components.data.store.token_store import digest
 from components.models import ModelSpec
-from components.proof.small_layout import sizes
+from components.proof.small_layout import layout_sizes
 from components.proof.small_model import Limits, small_config
 
 SAMPLES = 256
@@ -29,7 +29,7 @@ def small_model(
     if not isinstance(model, ModelSpec):
         return {}, {}, {}
     old = model.config()
-    fields = small_config(old, limits, sizes(layout))
+    fields = small_config(old, limits, layout_sizes(layout))
     text = json.dumps(fields, indent=1, sort_keys=True)
     folder = cache / "proof" / digest([text])
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,14 +17,14 @@ STAGES = ("pipeline_layout", "first_stage_layers", "last_stage_layers", "recompu
 """Fields with numbers of layers, which do not fit a model with another number of layers."""
 
 
-def sizes(layout: ParallelismSpec) -> dict[str, int]:
+def layout_sizes(layout: ParallelismSpec) -> dict[str, int]:
     """Return the value of each of ``SIZES`` in the layout, 1 if it has no such field."""
     return {name: getattr(layout, name, None) or 1 for name in SIZES}
 
 
 def size_names(layout: ParallelismSpec) -> list[str]:
     """Return the sizes of the layout that are above 1, as in ``["tp2", "pp2", "dp2"]``."""
-    found = sizes(layout) | {"dp": layout.dp_size(layout.world_size({}, 0)), "default_dp": 1}
+    found = layout_sizes(layout) | {"dp": layout.dp_size(layout.world_size({}, 0)), "default_dp": 1}
     return [f"{name}{size}" for name, size in reversed(found.items()) if size > 1]
 
 
@@ -34,7 +34,7 @@ def small_layouts(layout: ParallelismSpec) -> Iterator[ParallelismSpec]:
     Raises:
         ConfigError: if there is no smaller layout.
     """
-    ranks, large, found = layout.world_size({}, 0), sizes(layout), False
+    ranks, large, found = layout.world_size({}, 0), layout_sizes(layout), False
     if ranks <= MOST_RANKS:
         yield layout
         return

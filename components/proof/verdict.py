@@ -70,7 +70,7 @@ def compare(run: str, found: Path, reference: Path, *, control: bool = False) ->
     control, which has gradients only.
     """
     kind = "control" if control else "gradients"
-    ours, theirs = gradients(found / kind), gradients(reference / kind)
+    ours, theirs = first_gradients(found / kind), first_gradients(reference / kind)
     if others := sorted(ours.keys() ^ theirs.keys()):
         return Errors(run, torch.inf, others[0])
     errors = torch.stack([relative_error(ours[name], theirs[name]) for name in theirs])
@@ -86,7 +86,7 @@ def compare(run: str, found: Path, reference: Path, *, control: bool = False) ->
     return Errors(run, gradient, parameter, loss, norm)
 
 
-def gradients(folder: Path) -> dict[str, Tensor]:
+def first_gradients(folder: Path) -> dict[str, Tensor]:
     """Return the gradients of the first step by parameter name, from the weights before and after it."""
     before, after = (StoredTensors(folder / name) for name in ("before", "after"))
     keys = [f"model/{name}" for name in before.shapes("model")]

@@ -13,7 +13,7 @@ LIBRARIES = ("megatron/core", "transformers/models", "torch/distributed/fsdp", "
 
 
 @cache
-def shown(code: CodeType) -> tuple[str, bool] | None:
+def shown_file(code: CodeType) -> tuple[str, bool] | None:
     """Return the short name of the file of ``code``, and whether the file is one of the program.
 
     None means that lines of the file are not shown: it is one of ``SKIPPED``, or belongs to neither the
@@ -39,7 +39,7 @@ def call_site() -> str:
     library = ""
     walked: FrameType | None = sys._getframe(1)
     while walked is not None:
-        found = shown(walked.f_code)
+        found = shown_file(walked.f_code)
         if found is not None:
             here = f"{found[0]}:{walked.f_lineno}"
             if found[1]:

@@ -48,7 +48,7 @@ class Gpu:
         return next((GPUS[known].capability for known in LONGEST_FIRST if known in self.name), HOPPER)
 
 
-class Stream:
+class FakeStream:
     """A stream of the fake GPU, on which all work is done as soon as it is issued."""
 
     device, cuda_stream, stream_id, device_index, device_type = GPU, 0, 0, 0, 1
@@ -96,8 +96,8 @@ class Event:
 def install(gpu: Gpu, mode: RehearsalMode) -> None:
     """Make ``torch.cuda`` that of a node with eight fake ``gpu``, whose waits and memory ``mode`` records."""
     cuda: Any = torch.cuda
-    Stream.on_wait = Event.on_wait = mode.waits.wait
-    stream = Stream()
+    FakeStream.on_wait = Event.on_wait = mode.waits.wait
+    stream = FakeStream()
     answers: dict[str, object] = {
         **dict.fromkeys(NOTHING, None),
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
@@ -122,7 +122,7 @@ def install(gpu: Gpu, mode: RehearsalMode) -> None:
     cuda.memory_allocated = lambda *_, **__: mode.memory.now
     cuda.max_memory_allocated = lambda *_, **__: mode.memory.peak
     cuda.stream = lambda _: contextlib.nullcontext()
-    cuda.Stream = cuda.ExternalStream = Stream
+    cuda.Stream = cuda.ExternalStream = FakeStream
     cuda.Event = Event
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.random.set_rng_state = lambda *_, **__: None

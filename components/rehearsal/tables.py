@@ -23,7 +23,7 @@ LIMITS = (
 )
 
 
-def report(case: Candidate, stage: int, record: Json, steps: int) -> Report:
+def rehearsal_report(case: Candidate, stage: int, record: Json, steps: int) -> Report:
     """Return the report on the last of ``steps`` steps; ``stage`` is the rank's pipeline stage."""
     memory, estimate = record["memory"], case.memory[stage].total
     waits = [row for row in record["waits"] if row["moment"] != "save"]
@@ -53,10 +53,10 @@ def report(case: Candidate, stage: int, record: Json, steps: int) -> Report:
         "violations": [{"violation": text} for text in record["violations"]],
     }
     sections = {name: section for name, section in sections.items() if section}
-    return Report(sections, lines(case, sections["rehearsal"], record))  # type: ignore[arg-type]
+    return Report(sections, summary_lines(case, sections["rehearsal"], record))  # type: ignore[arg-type]
 
 
-def lines(case: Candidate, summary: Config, record: Json) -> dict[str, str]:
+def summary_lines(case: Candidate, summary: Config, record: Json) -> dict[str, str]:
     peak, estimate = summary["peak_bytes"], summary["estimated_bytes"]
     total = sum(row["bytes"] for row in record["traffic"] if row["moment"] != "save")
     flops = sum(row["flops"] for row in record["flops"])

@@ -105,7 +105,7 @@ def page_data(title: str, runs: Sequence[RunPage]) -> Json:
         "common": common,
         "documents": documents,
         "runs": [
-            shown(run, documents)
+            run_data(run, documents)
             | {"name": name, "config": {key: run.config[key] for key in differing if key in run.config}}
             | {"group": group}
             for run, name, group in zip(runs, run_names(runs, columns), group_names(runs), strict=True)
@@ -158,7 +158,7 @@ def group_names(runs: Sequence[RunPage]) -> list[str]:
     return names
 
 
-def shown(run: RunPage, documents: list[object]) -> Json:
+def run_data(run: RunPage, documents: list[object]) -> Json:
     """Return the data of one run for the page.
 
     Long tables are appended to ``documents``, each only once for all runs, and replaced by their index there.

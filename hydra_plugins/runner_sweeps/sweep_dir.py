@@ -50,7 +50,7 @@ def make_folder(config: DictConfig) -> Path:
         raise ConfigError(
             f"hydra.sweeper.study_name: {study!r} is not a folder name; leave out '/' and a leading '.'."
         )
-    check_values([*as_given(config.hydra), *as_overrides(config.hydra.sweeper.get("params"))])
+    check_swept_values([*as_given(config.hydra), *as_overrides(config.hydra.sweeper.get("params"))])
     try:
         create_sweep(folder, as_given(config.hydra), resumes=study is not None)
         if study is None:  # Optuna's sweeper does this itself, while it holds the lock of the folder
@@ -62,7 +62,7 @@ def make_folder(config: DictConfig) -> Path:
     return folder
 
 
-def check_values(overrides: Sequence[str]) -> None:
+def check_swept_values(overrides: Sequence[str]) -> None:
     """Raise ConfigError if a swept key has no value, because no job would run."""
     # The loader lists the files of a glob.
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())

@@ -63,7 +63,7 @@ def first_line(text: str | None) -> str:
     return (text or "").splitlines()[0].replace("``", "")
 
 
-def number(given: Mapping[str, str], key: str, default: float, *, least: float) -> float:
+def number_option(given: Mapping[str, str], key: str, default: float, *, least: float) -> float:
     """Return the value of ``key`` as a float, or ``default`` if the key is not given.
 
     Raises:
@@ -87,7 +87,7 @@ def whole_number(given: Mapping[str, str], key: str, default: int, *, least: int
     Raises:
         ConfigError: if the value is not an integer, or is below ``least``.
     """
-    value = number(given, key, default, least=least)
+    value = number_option(given, key, default, least=least)
     if value != int(value) or value >= 2**53:
         raise ConfigError(f"{key}: must be a whole number below 2^53, got {given[key]}.")
     return int(value)

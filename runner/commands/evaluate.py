@@ -125,9 +125,9 @@ def on_its_base(adapter: Path, given: Sequence[str]) -> list[str]:
         ConfigError: if neither the adapter nor ``given`` names a base model.
     """
     cli.announce_loading()
-    from components.adapters.peft_folder import as_overrides  # imports torch
+    from components.adapters.peft_folder import adapter_overrides  # imports torch
 
-    own = [f"{key}={hydra_value(value)}" for key, value in as_overrides(adapter).items()]
+    own = [f"{key}={hydra_value(value)}" for key, value in adapter_overrides(adapter).items()]
     if "model.path" not in map(name_of, [*own, *given]):
         raise ConfigError(
             f"checkpoint: {adapter}/{ADAPTER_CONFIG} names no base model (base_model_name_or_path); add "

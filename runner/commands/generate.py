@@ -41,7 +41,7 @@ KEYS: Keys = {
 }
 
 
-def generate(arguments: Sequence[str]) -> None:
+def write_completions(arguments: Sequence[str]) -> None:
     """Write the completion of each prompt.
 
     Raises:
@@ -120,4 +120,4 @@ def right_answer(prompt: "Prompt", field: str) -> str:
 
 
 def main() -> NoReturn:
-    sys.exit(run_or_answer(generate, __doc__))
+    sys.exit(run_or_answer(write_completions, __doc__))

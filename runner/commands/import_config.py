@@ -47,10 +47,11 @@ def import_config(arguments: Sequence[str]) -> None:
     options, found = read(tool, Path(expand_home("FILE", name)))
     ranks = given.get("ranks") or found.get("ranks")
     count = whole_number({"ranks": ranks}, "ranks", 1, least=1) if ranks else None
-    print(*page(translate(tool, options, count, given.get("stage") or found.get("stage"), name)), sep="\n")
+    result = translate(tool, options, count, given.get("stage") or found.get("stage"), name)
+    print(*command_page(result), sep="\n")
 
 
-def page(result: Translation) -> list[str]:
+def command_page(result: Translation) -> list[str]:
     """Return the command, with one override on each line, and the lines of the comments below it."""
     words = [f"{key}={hydra_value(value)}" for key, value in result.words.items()]
     lines = ["python -m runner", *(f"  {shlex.quote(word)}" for word in words)]

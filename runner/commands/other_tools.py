@@ -136,7 +136,7 @@ def translate(tool: str, options: Config, ranks: int | None, stage: str | None, 
         work.checks["model.chat_template"] = "leave it out if the tokenizer has this template itself"
     {"llamafactory": dataset_info, "axolotl": axolotl_datasets, "trl": hub_dataset}[tool](work)
     for name in list(work.left):
-        convert(work, name)
+        translate_option(work, name)
     if any(name.startswith("metric_for_best_model=") for name in work.missing):
         for key in [key for key in work.words if key.startswith(("checkpoint.keep_best", "early_stopping."))]:
             del work.words[key]  # they would watch the loss, in the direction of the other metric
@@ -188,7 +188,7 @@ def check_trains(given: Config, file: str) -> None:
         )
 
 
-def convert(work: Translation, name: str) -> None:
+def translate_option(work: Translation, name: str) -> None:
     """Translate an option of ``left`` by its row in the dictionary, or record why it has none."""
     value = work.left.pop(name)
     needless, lacking = (work.reason(kind, name, exact=True) for kind in ("not_needed", "no_equivalent"))
@@ -214,7 +214,7 @@ def ours_of(row: Counterpart, key: str, switched: str, value: object) -> object:
     None means that ``value`` cannot be converted, OFF that the key need not be set. ``switched`` is our value
     if ``row`` has KEY=VALUE, else "".
     """
-    values = listed(value)
+    values = as_list(value)
     if key in LISTS and not switched:
         words = [part.strip() for part in value.split(",")] if isinstance(value, str) else values
         known = {"all-linear": "all-linear", **(row.values or {})}
@@ -243,7 +243,7 @@ def choose_stage(work: Translation, stage: str | None, file: str) -> None:
     if theirs == "dpo" and loss in ("orpo", "simpo"):
         theirs = work.take("pref_loss")
     if work.tool == "axolotl" and theirs is None:
-        sources = [item for item in listed(work.left.get("datasets")) if isinstance(item, dict)]
+        sources = [item for item in as_list(work.left.get("datasets")) if isinstance(item, dict)]
         theirs = "pt" if sources and all(item.get("type") == "completion" for item in sources) else "sft"
     if theirs == "ipo":
         theirs, work.words["stage.loss"] = "dpo", "ipo"
@@ -299,7 +299,7 @@ def choose_adapter(work: Translation) -> None:
     for name in list(work.left):
         row = work.row(name)
         if row is not None and row.here.partition("=")[0] == "adapter":
-            convert(work, name)
+            translate_option(work, name)
             chosen.append(str(work.words.pop("adapter", "none")))
     frozen = {"lora", "qlora"} & {*chosen}
     adapter = max(chosen, key=ADAPTERS.index) if frozen else "none"
@@ -438,7 +438,7 @@ def dataset_info(work: Translation) -> None:
     if "data_seed" in work.given and work.given.get("seed") not in (None, work.given["data_seed"]):
         work.missing[f"seed={work.given['seed']}"] = "run.seed, which data_seed sets, is that of everything"
     for key, given in (("data.dataset", names), ("data.eval_dataset", evaluated)):
-        every = [name.strip() for text in listed(given) for name in str(text).split(",")]
+        every = [name.strip() for text in as_list(given) for name in str(text).split(",")]
         if every:
             work.words[key] = every[0] if len(every) == 1 else every
     if work.words["stage"] == "pt" and "packing" not in work.given:
@@ -447,7 +447,7 @@ def dataset_info(work: Translation) -> None:
     if work.take("neat_packing"):
         work.words["data.packing"] = "bfd"
         work.take("packing")
-    held_out(work, "val_size")
+    held_out_share(work, "val_size")
 
 
 def hub_dataset(work: Translation) -> None:
@@ -489,7 +489,7 @@ def hub_dataset(work: Translation) -> None:
 
 def hub_datasets(work: Translation) -> None:
     """Translate TRL's mixture ``datasets``, all of whose samples are in every epoch."""
-    sources = listed(work.take("datasets"))
+    sources = as_list(work.take("datasets"))
     if not all(isinstance(item, dict) and "path" in item for item in sources):
         raise ConfigError("datasets: must be a list of mappings with a path; correct it.")
     paths = [path for item in sources for path in files_of(item)]
@@ -503,7 +503,7 @@ def hub_datasets(work: Translation) -> None:
     for item in sources:
         for name in {*item} - {"path", "split", "name", "data_files", "columns"}:
             work.missing[f"datasets: {name}={item[name]}"] = "use the options of data, see docs/data.md"
-    held_out(work, "test_split_size")
+    held_out_share(work, "test_split_size")
     work.skip("dataset_test_split", "datasets has no test split of its own")
 
 
@@ -513,7 +513,7 @@ def axolotl_datasets(work: Translation) -> None:
     Raises:
         ConfigError: if ``datasets`` is empty, or an entry is not a mapping with a path.
     """
-    sources, tests = listed(work.take("datasets")), listed(work.take("test_datasets"))
+    sources, tests = as_list(work.take("datasets")), as_list(work.take("test_datasets"))
     if not sources or not all(isinstance(item, dict) and "path" in item for item in [*sources, *tests]):
         raise ConfigError("datasets: must be a list of mappings with a path; correct it.")
     varied = [
@@ -547,7 +547,7 @@ def axolotl_datasets(work: Translation) -> None:
             work.checks["model.chat_template"] = (
                 "axolotl writes '### Instruction:' before the turns of alpaca; here a chat template does"
             )
-    held_out(work, "val_set_size")
+    held_out_share(work, "val_set_size")
 
 
 def axolotl_tests(work: Translation, tests: list[Any], trained: Config) -> None:
@@ -607,7 +607,7 @@ def lost(item: Config) -> dict[str, str]:
 def files_of(item: Config) -> list[str]:
     """Return the sources of an entry of ``datasets``: its files, or a data set of the hub."""
     if item.get("data_files"):
-        return [str(path) for path in listed(item["data_files"])]
+        return [str(path) for path in as_list(item["data_files"])]
     return [str(item["path"]) if "ds_type" in item else place(item["path"])]
 
 
@@ -639,7 +639,7 @@ def columns_of(item: Config) -> dict[str, object]:
 def roles_of(item: Config) -> dict[str, str]:
     """Return ``data.roles`` (name of a role in the records -> role) from axolotl's list of names per role."""
     roles = item.get("roles") or {}
-    return {theirs: ours for ours, names in roles.items() for theirs in listed(names) if theirs != ours}
+    return {theirs: ours for ours, names in roles.items() for theirs in as_list(names) if theirs != ours}
 
 
 ENTRIES: Mapping[str, Callable[[Config], Any]] = {
@@ -657,7 +657,7 @@ OF_HUB = ("split", "subset", "revision")
 """Keys of ``ENTRIES`` that only data sets of the hub have."""
 
 
-def held_out(work: Translation, name: str) -> None:
+def held_out_share(work: Translation, name: str) -> None:
     share = work.number(name) or 0.0
     if share >= 1:
         work.lacks(name, "use data.eval_fraction, a share below 1")
@@ -680,7 +680,7 @@ def files_of_split(name: object, split: str) -> str:
     return place(name)
 
 
-def listed(value: object) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
-from runner.commands.arguments import Keys, number, whole_number
+from runner.commands.arguments import Keys, number_option, whole_number
 
 KEYS: Keys = {
     **dict.fromkeys(("max_new_tokens", "temperature", "top_p", "top_k", "seed", "trust")),
@@ -22,8 +22,8 @@ def read_sampling(given: Mapping[str, str]) -> tuple[Json, int]:
         ConfigError: if a value is invalid or not read.
     """
     max_new_tokens = whole_number(given, "max_new_tokens", 256, least=1)
-    temperature = number(given, "temperature", 0.0, least=0.0)
-    top_p = number(given, "top_p", 1.0, least=0.0)
+    temperature = number_option(given, "temperature", 0.0, least=0.0)
+    top_p = number_option(given, "top_p", 1.0, least=0.0)
     top_k = whole_number(given, "top_k", 0, least=0)
     seed = whole_number(given, "seed", 0, least=0)
     if not 0 < top_p <= 1:

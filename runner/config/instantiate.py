@@ -31,7 +31,7 @@ from runner.config.run_config import (
     check_restart_source,
 )
 from runner.config.sources import ConfigSources, is_trusted
-from runner.config.targets import objection
+from runner.config.target_checks import objection
 from runner.config.unknown_keys import hint_for_value, unknown_key
 
 T = TypeVar("T")

@@ -105,7 +105,7 @@ def type_words(hint: object) -> str:
     return f"list of {parts}" if origin in (list, tuple) else parts or TYPES[hint]
 
 
-def shown(value: object) -> str:
+def as_written(value: object) -> str:
     """Return a value as it is written in YAML and on the command line."""
     lines = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).splitlines()
     return f"`{lines[0]}`"  # a document with only a scalar has a second line, "..."
@@ -122,7 +122,7 @@ def rows(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> I
         if is_dataclass(hint):
             yield from rows(key, value, hint, comments)
             continue
-        default = "below" if name == "architecture" and value else shown(value)
+        default = "below" if name == "architecture" and value else as_written(value)
         words = comments.get(key, "").replace("|", r"\|")
         yield f"| `{key}` | {default} | {type_words(hint)} | {words} |"
 
@@ -167,7 +167,7 @@ def page(conf: Path) -> Iterator[str]:
         yield from ("", f"## `{name}`", *table(name, config.own[name], reader, inner))
     for group in OPTION_GROUPS:
         folder = conf / group
-        yield from ("", f"## `{group}`", "", f"The default is {shown(chosen.get(group, 'basic'))}.")
+        yield from ("", f"## `{group}`", "", f"The default is {as_written(chosen.get(group, 'basic'))}.")
         for path in sorted(folder.rglob("*.yaml")):
             yield from option_section(path, group, path.relative_to(folder).with_suffix("").as_posix())
 

@@ -26,7 +26,7 @@ def print_summary(experiment: Experiment, folder: Path, record: RunRecord, saved
     """
     evaluates = experiment.run.evaluate_only
     facts = {"run folder": str(folder)}
-    facts |= {"checkpoint": str(saved or "none")} if saved or not evaluates else initial_weights(experiment)
+    facts |= {"checkpoint": str(saved or "none")} if saved or not evaluates else weights_origin(experiment)
     best = best_checkpoint(folder / "checkpoints") if experiment.checkpoint.keep_best else None
     if best is not None:
         command = shlex.join(["python", "-m", "runner.export", f"checkpoint={best}", "output=DIR"])
@@ -45,7 +45,7 @@ def print_summary(experiment: Experiment, folder: Path, record: RunRecord, saved
         print(f"{name:<{width}}{value}")
 
 
-def initial_weights(experiment: Experiment) -> dict[str, str]:
+def weights_origin(experiment: Experiment) -> dict[str, str]:
     """Return where the weights of an evaluation without a checkpoint come from."""
     model, adapter = experiment.model, experiment.adapter
     own = {} if adapter is None or adapter.path is None else {"adapter": adapter.path}

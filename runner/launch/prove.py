@@ -22,7 +22,7 @@ from runner.config.instantiate import build_experiment
 from runner.launch.checks import RunPreparation
 from runner.launch.spawn import run_workers
 from runner.logging_setup import log_to
-from runner.training.prove import proof_run
+from runner.training.proof_rank import proof_run
 
 MOST_ROWS = 4
 """Largest micro-batch of a proof, in rows."""

@@ -57,7 +57,7 @@ def main() -> None:
 
     try:
         if (folder / "proof.json").exists():
-            from runner.training.prove import prove_rank as run_rank
+            from runner.training.proof_rank import prove_rank as run_rank
         else:
             from runner.training.rank import run_rank
         run_rank(folder, give_up)

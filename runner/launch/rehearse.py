@@ -15,7 +15,7 @@ from components.preflight.formatting import as_size
 from components.preflight.search.candidate import Candidate
 from components.preflight.search.memory_advice import check_fits
 from components.rehearsal.device_guard import build_guard
-from components.rehearsal.tables import report
+from components.rehearsal.tables import rehearsal_report
 from runner.launch.checks import PreparedRun, RunPreparation
 from runner.search_path import python_module
 
@@ -44,7 +44,7 @@ def print_rehearsal(launch: RunPreparation, found: PreparedRun) -> float:
         "data": found.data.to_json(),
     }
     record = run_rehearsal(folder, library, request)
-    told = report(case, stage[rank], record, ahead.num_steps)
+    told = rehearsal_report(case, stage[rank], record, ahead.num_steps)
     forecast = survey(case, launch.config)
     write_atomic(folder / "preflight.json", Report({**forecast.sections, **told.sections}, {}).to_json())
     console.print(found.data.audit.render(), forecast.render(), told.render_all(), told.render(), sep="\n")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from components.contracts.errors import ConfigError
-from components.rank_info import RankInfo, number
+from components.rank_info import RankInfo, env_number
 from runner.records.run_record import JobFacts
 
 MAX_REQUEUES = "RUNNER_MAX_REQUEUES"
@@ -46,7 +46,7 @@ def job_facts(environ: Mapping[str, str]) -> JobFacts | None:
     name = environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_TASK_ID" in environ:
         name = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    return JobFacts(name, restarts=number(environ, "SLURM_RESTART_COUNT", 0, range(10**6)))
+    return JobFacts(name, restarts=env_number(environ, "SLURM_RESTART_COUNT", 0, range(10**6)))
 
 
 def max_requeues(environ: Mapping[str, str]) -> int:

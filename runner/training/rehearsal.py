@@ -12,7 +12,7 @@ from components.rehearsal.rehearsed_run import RehearsedRun, install, rehearse
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.records.run_dir import read_run_config
-from runner.training.prove import unlogged_run
+from runner.training.proof_rank import unlogged_run
 from runner.training.rank import training_options
 from runner.training.state import TrainState
 

@@ -73,11 +73,11 @@ def build(spec: ModelSpec, layout: Megatron) -> Model:
 def loaded(
     folder: Path, layout: Megatron, change: Callable[[WeightSource], WeightSource] | None = None
 ) -> Model:
-    from components.engines.megatron.runtime.hf_weights import load_weights
+    from components.engines.megatron.runtime.hf_weights import fill_parameters
 
     spec = ModelSpec(path=str(folder), init="pretrained")
     model, source = build(spec, layout), spec.weights(0)
-    load_weights(model.blocks, change(source) if change else source)
+    fill_parameters(model.blocks, change(source) if change else source)
     return model
 
 

@@ -24,7 +24,7 @@ from components.models.generate import amend, load_model
 from runner.cli import run_or_answer
 from runner.commands.chat import chat
 from runner.commands.evaluate import evaluation
-from runner.commands.generate import generate
+from runner.commands.generate import write_completions
 from runner.commands.trained_model import read_checkpoint, record_options
 from tests.e2e.commands import SMALL, call_here, newest, rows, run_here, write_chats
 
@@ -85,7 +85,7 @@ def test_a_command_of_the_guide(
         assert call_here(*evaluation([*words, "data.max_length=128"])) == 0
         return
     with mock.patch("sys.stdin", io.StringIO("Hi\n")):
-        {"runner.generate": generate, "runner.chat": chat}[module](words)
+        {"runner.generate": write_completions, "runner.chat": chat}[module](words)
 
 
 # ---- evaluate
@@ -289,7 +289,7 @@ def test_no_data_to_evaluate_on(single: Path, chats: Path, capsys: pytest.Captur
 def completions(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "completions.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
-    generate([*words, f"prompts={prompts}", f"output={output}", "max_new_tokens=12"])
+    write_completions([*words, f"prompts={prompts}", f"output={output}", "max_new_tokens=12"])
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
@@ -363,22 +363,22 @@ def test_completions_are_compared_with_answers(
     records = [{**prompt, "gold": answer} for prompt, answer in zip(PROMPTS, answers, strict=True)]
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
     words = [f"checkpoint={single}/export", f"prompts={prompts}", "max_new_tokens=12", "batch_size=2"]
-    generate([*words, f"output={output}", "answer=gold"])
+    write_completions([*words, f"output={output}", "answer=gold"])
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["exact_match"] for row in found] == [True, False, True]
     assert "exact_match: 66.7% of 3 answers" in capsys.readouterr().err
-    generate([*words, f"output={output}", "answer=gold", "metric=rougeL"])
+    write_completions([*words, f"output={output}", "answer=gold", "metric=rougeL"])
     shares = [json.loads(line)["rougeL"] for line in output.read_text().splitlines()]
     assert shares == [
         pytest.approx(longest_common(record["gold"], text))
         for record, text in zip(records, right, strict=True)
     ]
     with pytest.raises(ConfigError, match="metric: compares completions with answers; give answer=FIELD"):
-        generate([*words, "metric=rouge1"])
+        write_completions([*words, "metric=rouge1"])
     with pytest.raises(
         ConfigError, match=r"answer=id: .*prompts.jsonl:1 has no text in it, but 7; name a field"
     ):
-        generate([*words, "answer=id"])
+        write_completions([*words, "answer=id"])
 
 
 def test_draws_depend_on_the_seed(tmp_path: Path, single: Path) -> None:
@@ -444,7 +444,7 @@ def test_mistakes_of_generate(tmp_path: Path, words: list[str], message: str) ->
         words if "is missing" in message else [*(f"{key}={path}" for key, path in needed.items()), *words]
     )
     with pytest.raises(ConfigError, match=message):
-        generate(complete)
+        write_completions(complete)
 
 
 def test_a_model_that_transformers_refuses(tmp_path: Path, single: Path) -> None:
@@ -458,7 +458,7 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, single: Path) -> None:
     (tmp_path / "p.txt").write_text("one\n")
     words = [f"checkpoint={single}/export", f"prompts={tmp_path}/p.txt", f"output={tmp_path}/no/x.jsonl"]
     with pytest.raises(ConfigError, match=r"output: cannot be written \(No such file.*\); name another"):
-        generate(words)
+        write_completions(words)
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_a_prompt_that_cannot_be_read(
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(json.dumps(record))
     with pytest.raises(ConfigError, match=rf"p\.jsonl:1: {message}"):
-        generate([f"checkpoint={single}/export", f"prompts={prompts}"])
+        write_completions([f"checkpoint={single}/export", f"prompts={prompts}"])
 
 
 def test_a_prompt_is_all_of_its_record(single: Path) -> None:

@@ -83,12 +83,12 @@ def load_array(path: Path) -> npt.NDArray[Any]:
         raise DamagedFile(f"{path}: is damaged ({error})") from error
 
 
-def write_json(path: Path, content: Json) -> None:
+def write_checked_json(path: Path, content: Json) -> None:
     """Replace ``path`` by a JSON file that contains ``content`` and its checksum."""
     write_atomic(path, json.dumps({"xxh3": _json_checksum(content), "content": content}))
 
 
-def read_json(path: Path) -> Json:
+def read_checked_json(path: Path) -> Json:
     """Return the content of a file that ``write_json`` wrote.
 
     Raises:

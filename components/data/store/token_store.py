@@ -21,7 +21,7 @@ from components.atomic_write import sync_folder
 from components.checksum import checksum
 from components.contracts.errors import ConfigError
 from components.data.records.split_pairs import pair_numbers
-from components.data.store.checked_files import DamagedFile, HashedFile, read_json, write_json
+from components.data.store.checked_files import DamagedFile, HashedFile, read_checked_json, write_checked_json
 
 Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
@@ -163,13 +163,13 @@ class StoreMeta:
             CorruptTokenStore: if the file is missing, damaged or of another version.
         """
         try:
-            meta: Self = TypeAdapter(cls).validate_python(read_json(path))
+            meta: Self = TypeAdapter(cls).validate_python(read_checked_json(path))
         except (DamagedFile, ValueError) as error:
             raise CorruptTokenStore(f"{path}: {error}") from error
         return meta
 
     def write(self, path: Path) -> None:
-        write_json(path, vars(self))
+        write_checked_json(path, vars(self))
 
 
 @dataclass(frozen=True)
@@ -464,10 +464,10 @@ def file_digest(path: Path, cache: Path) -> str:
     stat = path.stat()
     memo = cache / "digests" / digest([str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
     with suppress(DamagedFile):
-        return str(read_json(memo)["sha256"])
+        return str(read_checked_json(memo)["sha256"])
     with path.open("rb") as file:
         value = hashlib.file_digest(file, "sha256").hexdigest()
     if stat.st_size >= _MEMO_BYTES:
         memo.parent.mkdir(parents=True, exist_ok=True)
-        write_json(memo, {"sha256": value})
+        write_checked_json(memo, {"sha256": value})
     return value

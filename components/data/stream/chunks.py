@@ -9,7 +9,7 @@ from components.contracts.errors import ConfigError
 from components.data.global_batch import Collation
 from components.data.packing import Plan, PlanOptions, plan_epoch
 from components.data.shared_prefix import shared_lengths
-from components.data.store.checked_files import read_json
+from components.data.store.checked_files import read_checked_json
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.token_store import BadRecord, TokenStore
 
@@ -47,7 +47,7 @@ class Stream:
         place = folder / chunk_name(chunk)
         stores = [
             TokenStore.open(place / str(source), self.options[source], self.records(source, chunk)[0])
-            for source in read_json(place / COMPLETE)["sources"]
+            for source in read_checked_json(place / COMPLETE)["sources"]
         ]
         tokens = ConcatTokens(stores)
         shared = shared_lengths(tokens) if self.share_prompt else None

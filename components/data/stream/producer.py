@@ -12,7 +12,7 @@ from pathlib import Path
 
 from components.contracts.errors import ConfigError
 from components.data.data_sources import Source, SourceItem
-from components.data.store.checked_files import write_json
+from components.data.store.checked_files import write_checked_json
 from components.data.stream.chunks import COMPLETE, Stream, chunk_name
 from components.data.tokenize.encoder import Encoder, EncoderInput, encoder_inputs
 from components.data.tokenize.workers import batched, encode_batches, end_with_parent, new_writer
@@ -33,7 +33,7 @@ class StreamReader:
     num_workers: int
 
 
-class SourceTokens:
+class StreamedTokens:
     """The tokens of one source of a stream, from chunk ``first`` on, without end."""
 
     def __init__(self, reader: StreamReader, source: int, first: int) -> None:
@@ -76,7 +76,7 @@ def _repeated(source: Source, encoder: Encoder, start: int) -> Iterator[SourceIt
             yield from items
 
 
-def write_chunk(parts: Sequence[SourceTokens], place: Path, chunk: int) -> None:
+def write_chunk(parts: Sequence[StreamedTokens], place: Path, chunk: int) -> None:
     place.mkdir()
     sources = [source for source, part in enumerate(parts) if part.write(place / str(source), chunk)]
     if not sources:
@@ -84,7 +84,7 @@ def write_chunk(parts: Sequence[SourceTokens], place: Path, chunk: int) -> None:
             f"data.streaming: no record of chunk {chunk} can be trained on; raise data.max_length or "
             "data.buffer_size, or check the records."
         )
-    write_json(place / COMPLETE, {"sources": sources})
+    write_checked_json(place / COMPLETE, {"sources": sources})
 
 
 class Producer:
@@ -120,7 +120,7 @@ class Producer:
         code = self._process.exitcode
         if code is not None and not (self._folder / FAILURE).exists():
             reason = f"the process that reads ahead has died (exit code {code}); train.log may say more"
-            write_json(self._folder / FAILURE, {"reason": f"data.streaming: {reason}."})
+            write_checked_json(self._folder / FAILURE, {"reason": f"data.streaming: {reason}."})
 
     def close(self) -> None:
         if self._process is not None:
@@ -136,7 +136,7 @@ def _produce(reader: StreamReader, folder: Path, first: int, requests: Connectio
     with ExitStack() as stack:
         try:
             parts = [
-                stack.enter_context(closing(SourceTokens(reader, source, first)))
+                stack.enter_context(closing(StreamedTokens(reader, source, first)))
                 for source in range(len(reader.sources))
             ]
             for chunk in count(first):
@@ -145,4 +145,4 @@ def _produce(reader: StreamReader, folder: Path, first: int, requests: Connectio
         except EOFError:  # no more requests
             pass
         except (ConfigError, OSError) as error:
-            write_json(folder / FAILURE, {"reason": str(error)})
+            write_checked_json(folder / FAILURE, {"reason": str(error)})

@@ -14,7 +14,7 @@ from components.contracts.data import BatchShard, BatchStats
 from components.contracts.errors import NonRetryableError
 from components.data.global_batch import GlobalBatch
 from components.data.packing import Plan
-from components.data.store.checked_files import read_json
+from components.data.store.checked_files import read_checked_json
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.token_store import list_bad_records
 from components.data.stream.chunks import COMPLETE, Chunk, Stream, chunk_name
@@ -156,7 +156,7 @@ class StreamLoader:
             if self._producer is not None:
                 self._producer.check()
             if (self._folder / FAILURE).exists():
-                raise NonRetryableError(read_json(self._folder / FAILURE)["reason"])
+                raise NonRetryableError(read_checked_json(self._folder / FAILURE)["reason"])
             if self._closed:
                 raise NonRetryableError("the stream was closed")
             time.sleep(_POLL_S)

@@ -30,7 +30,7 @@ from components.engines.fsdp2.mesh import (
 from components.engines.fsdp2.param_views import ParamView
 from components.engines.fsdp2.tensor_parallel import ReduceFromTP
 from components.engines.fsdp2.token_dispatcher import AllToAll, Permute, inverse_permutation
-from components.engines.shared.grouped_mm import ALIGNED, grouped, has_grouped_kernel, per_expert
+from components.engines.shared.grouped_mm import ALIGNED, grouped_matmul, has_grouped_kernel, per_expert
 from components.models.experts import BIAS, ExpertList, moe_blocks
 
 KINDS = ("gate_proj", "up_proj", "down_proj")
@@ -111,7 +111,7 @@ class GroupedExperts(nn.Module):
 
     def _compute(self, rows: Tensor, loads: Tensor) -> Tensor:
         """Apply this rank's experts to ``rows`` ``[N, H]``, sorted by expert: ``loads[e]`` for expert e."""
-        product = grouped if has_grouped_kernel(rows, self.rows) else per_expert
+        product = grouped_matmul if has_grouped_kernel(rows, self.rows) else per_expert
         gate, up = product(rows, self.gate_up_proj, loads).chunk(2, -1)
         gate, up = self._adapted(gate, rows, loads, "gate_proj"), self._adapted(up, rows, loads, "up_proj")
         inner = self.activation(gate) * up
@@ -124,7 +124,7 @@ class GroupedExperts(nn.Module):
             return out
         a, b = factors
         fits = has_grouped_kernel(rows, a.shape[1]) and out.shape[1] % ALIGNED == 0
-        product = grouped if fits else per_expert
+        product = grouped_matmul if fits else per_expert
         return out + self.adapter.scaling * product(product(rows, a, loads), b, loads)
 
     # ---- names

@@ -22,9 +22,9 @@ class ClassState:
     def numbers(self) -> dict[str, Tensor]:
         """Return copies of all scalars of the state, by checkpoint key, as float64 ``[1]``."""
         states = [state for state in self.optimizer.state.values() if state]
-        found = {f"optimizer_state/{name}": number(states[0][name]) for name in self.kinds.scalars}
+        found = {f"optimizer_state/{name}": as_float64(states[0][name]) for name in self.kinds.scalars}
         found |= group_numbers(self.optimizer, self.kinds.group_scalars)
-        return found | {UPDATES: number(self.updates)}
+        return found | {UPDATES: as_float64(self.updates)}
 
     def set_numbers(self, numbers: Mapping[str, Tensor]) -> None:
         """Set all scalars of the state to those that ``numbers`` returned.
@@ -65,7 +65,7 @@ def group_numbers(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dic
 
     Each of them is equal in all groups.
     """
-    return {f"optimizer_group/{name}": number(optimizer.param_groups[0][name]) for name in names}
+    return {f"optimizer_group/{name}": as_float64(optimizer.param_groups[0][name]) for name in names}
 
 
 def set_group_numbers(
@@ -85,6 +85,6 @@ def set_number(state: dict[str, Any], name: str, value: Tensor) -> None:
         state[name] = type(state[name])(value.item())
 
 
-def number(value: Any) -> Tensor:
+def as_float64(value: Any) -> Tensor:
     """Return a scalar of an optimizer as float64 ``[1]``, which represents any Python float exactly."""
     return torch.tensor([float(value)], dtype=torch.float64)

@@ -22,7 +22,7 @@ def has_grouped_kernel(rows: Tensor, outputs: int) -> bool:
     return torch.cuda.get_device_capability(rows.device) >= (9, 0)
 
 
-def grouped(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
+def grouped_matmul(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
     """Multiply the rows of each expert e, ``loads[e]`` consecutive ones, by ``weight[e]``.
 
     ``rows`` is ``[N, in]``, ``weight`` ``[E, out, in]`` and the result ``[N, out]``. The host does not wait

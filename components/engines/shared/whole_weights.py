@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from components.engines.shared.class_state import (
     UPDATES,
+    as_float64,
     create_state,
     group_numbers,
-    number,
     set_group_numbers,
     set_number,
 )
@@ -129,7 +129,7 @@ class WholeWeightOptimizer:
                 self._of(weight).pop(weight.parameter, None)
 
     def _state(self, weights: Iterable[OwnedWeight]) -> dict[str, Tensor]:
-        tensors = {UPDATES: number(self.updates)}
+        tensors = {UPDATES: as_float64(self.updates)}
         if self.optimizer is not None:
             tensors |= group_numbers(self.optimizer, self.group_kinds)
         for weight in weights:
@@ -139,7 +139,7 @@ class WholeWeightOptimizer:
                 elif isinstance(value, Tensor) and kind not in self.shared:
                     tensors[self._key(kind, weight)] = value
                 elif value is not None:
-                    tensors[self._key(kind, weight)] = number(value)
+                    tensors[self._key(kind, weight)] = as_float64(value)
         return tensors
 
     def _key(self, kind: str, weight: OwnedWeight) -> str:

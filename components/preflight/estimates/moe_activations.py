@@ -145,7 +145,7 @@ def megatron_moe(model: PreTrainedModel, layout: Layout, run: RunShape, *, group
 
 
 @dataclass(frozen=True)
-class Exchange:
+class DispatchWidths:
     """Widths of the exchange of tokens in an MoE block of Megatron, in elements per token of the rank."""
 
     sent: float
@@ -160,7 +160,7 @@ class Exchange:
     """A buffer that always exists."""
 
 
-def exchange_chosen(of: Experts, layout: Layout, run: RunShape) -> Exchange:
+def exchange_chosen(of: Experts, layout: Layout, run: RunShape) -> DispatchWidths:
     """Return the widths of the all-to-all, in which each copy is sent to the rank of its expert.
 
     The copies that are sent, and with ep those that are received, exist until the end of the block. After the
@@ -172,10 +172,10 @@ def exchange_chosen(of: Experts, layout: Layout, run: RunShape) -> Exchange:
     gathered, received = sent * layout.etp, sent if layout.ep > 1 else 0
     results = gathered * (2 if of.number > layout.ep else 1) + raised * (gathered + sent)
     back = max(2 * sent, 2 * gathered, raised * (sent + gathered), (raised + 1) * gathered * (raised > 0))
-    return Exchange(sent + received, sent + received + results, back)
+    return DispatchWidths(sent + received, sent + received + results, back)
 
 
-def exchange_all(of: Experts, layout: Layout, run: RunShape) -> Exchange:
+def exchange_all(of: Experts, layout: Layout, run: RunShape) -> DispatchWidths:
     """Return the widths of the all-gather of all tokens of the ep x etp ranks.
 
     The gathered tokens are in a buffer of Megatron that is never freed. The weights of this rank's experts
@@ -190,4 +190,4 @@ def exchange_all(of: Experts, layout: Layout, run: RunShape) -> Exchange:
     tokens, weights = own * ranks, of.number * ranks / layout.tp * fp32
     combined = tokens + weights + max(copies + tokens, tokens + raised * (tokens + own))
     back = tokens + max(raised * (tokens + own), (raised + 1) * tokens, copies + tokens)
-    return Exchange(tokens, combined, back, saved=2 * weights / layout.ep, held=tokens)
+    return DispatchWidths(tokens, combined, back, saved=2 * weights / layout.ep, held=tokens)

@@ -41,7 +41,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     """
     tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, step.world_size // layout.model_ranks
     itemsize = step.dtype.itemsize
-    sent = [*gradients(layout, size, dp * cp, step)]
+    sent = [*gradient_bytes(layout, size, dp * cp, step)]
     if step.whole_weights:
         sent += (v for v in whole_updates(layout, size, dp * cp, itemsize) if v.num_bytes)
     own, how = step.tokens / cp, layout.activation_checkpointing
@@ -93,7 +93,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     return StepCost(sent, (pp - 1) / turns, recomputed, dict.fromkeys(modules, 1.0))
 
 
-def gradients(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> Iterator[CommVolume]:
+def gradient_bytes(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> Iterator[CommVolume]:
     """Estimate the bytes of gradients in fp32, reduced once per step over ``ranks``, and of updated weights.
 
     Expert gradients are reduced over the ranks with the same experts. The distributed optimizer uses a

@@ -99,10 +99,10 @@ NOTHING = (
 def describe_fixes(case: Candidate) -> str:
     """Format the ``cheapest_fixes`` of ``case``. The text is empty if there are none."""
     work = step_work(case)
-    return "; ".join(describe(change, case, work) for change in cheapest_fixes(case, work))
+    return "; ".join(describe_change(change, case, work) for change in cheapest_fixes(case, work))
 
 
-def describe(change: Variation, case: Candidate, work: StepWork) -> str:
+def describe_change(change: Variation, case: Candidate, work: StepWork) -> str:
     """Format a change as ``run.micro_batch_size=1 (61.2 GiB, device time +3 %)``."""
     before, after = (step_time(each, work).total * each.world_size for each in (case, change.candidate))
     facts = [as_size(change.candidate.peak.total)]

@@ -25,7 +25,7 @@ def test_a_terminal_shows_that_torch_is_imported(
 
 COMMANDS = {
     "chat": (chat.chat, ["checkpoint=x"]),
-    "generate": (generate.generate, ["checkpoint=x", "prompts=y"]),
+    "generate": (generate.write_completions, ["checkpoint=x", "prompts=y"]),
     "export": (export.export, ["checkpoint=x", "output=y"]),
 }
 

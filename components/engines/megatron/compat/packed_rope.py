@@ -30,7 +30,7 @@ def remember(cu_seqlens: Tensor, positions: Tensor) -> None:
     _tables.pop(cu_seqlens, None)
 
 
-def table(cu_seqlens: Tensor, freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_table(cu_seqlens: Tensor, freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return ``mscale`` times the cosines and the sines of the row, ``[L, 1, D]`` in ``dtype``.
 
     The first half of the sines is negated. Layers that are given the same ``freqs`` share the result.
@@ -85,7 +85,7 @@ def by_positions(_: object) -> Callable[..., Tensor]:
         ``options`` are the other ones of the function for rows that are not packed.
         """
         if not any(options.values()) and freqs.shape[-1] == t.shape[-1]:
-            turned: Tensor = Rotation.apply(t, *table(cu_seqlens, freqs, mscale, t.dtype))
+            turned: Tensor = Rotation.apply(t, *rope_table(cu_seqlens, freqs, mscale, t.dtype))
             return turned
         packed = freqs.index_select(0, _positions[cu_seqlens])
         apply = rope_utils._apply_rotary_pos_emb_bshd

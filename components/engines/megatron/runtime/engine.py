@@ -30,8 +30,8 @@ from components.engines.megatron.runtime.hf_weights import (
     HFTensorSlices,
     TPMeshes,
     fill_parameter,
+    fill_parameters,
     full_hf_tensors,
-    load_weights,
 )
 from components.engines.megatron.runtime.lora import adapters_off
 from components.engines.megatron.runtime.model import padded_vocab_size
@@ -100,7 +100,7 @@ class MegatronEngine(TrainStepEngine):
             self.reference = self._frozen(model if other is None else other)
         parts = build_model_chunks(self.meta, self.config, layout, options)
         self.blocks, self.frozen, self.stored = parts.trained, parts.frozen, parts.stored
-        load_weights(self.frozen | self.stored, source)
+        fill_parameters(self.frozen | self.stored, source)
         self.routing = None
         if self.config.experts is not None:
             drops = layout.capacity_factor is not None
@@ -131,7 +131,7 @@ class MegatronEngine(TrainStepEngine):
         config = transformer_config(hf, self.layout, options)
         parts = build_model_chunks(model.build(hf), config, self.layout, options)
         self.kept = parts.trained | parts.frozen
-        load_weights(self.kept | parts.stored, model.weights(options.seed))
+        fill_parameters(self.kept | parts.stored, model.weights(options.seed))
         return [chunk.requires_grad_(False).eval() for chunk in parts.chunks]
 
     # ---- the train step
@@ -255,13 +255,13 @@ class MegatronEngine(TrainStepEngine):
     def load(self, path: Path, *, model_only: bool = False) -> None:
         self.gather_parameters()  # a pending all-gather would overwrite the loaded parameters
         if model_only:
-            state_dict.load_model(path, self.blocks, self.stored, self.update)
+            state_dict.load_weights(path, self.blocks, self.stored, self.update)
         else:
             load_scale(path, self.loss_scale)
             state_dict.load(path, self.blocks, self.stored, self.update, self.device)
         if self.options.sync_reference:
             source = StoredTensors(path)
-            load_weights(self.kept, lambda name, index=(): source.read(f"reference/{name}", index))
+            fill_parameters(self.kept, lambda name, index=(): source.read(f"reference/{name}", index))
 
     def export(self, path: Path) -> None:
         self.gather_parameters()

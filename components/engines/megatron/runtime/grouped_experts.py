@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from components.contracts.device_copy import to_device
-from components.engines.shared.grouped_mm import grouped, has_grouped_kernel, per_expert
+from components.engines.shared.grouped_mm import grouped_matmul, has_grouped_kernel, per_expert
 
 
 class GroupedLinear(nn.Module):
@@ -56,7 +56,7 @@ class GroupedLinear(nn.Module):
         """Map ``[N, in]``, sorted by expert, to ``[N, out]``; the None is in place of a bias to be added."""
         stacked = self.weight.unflatten(0, (self.experts, -1))
         if has_grouped_kernel(rows, stacked.shape[1]):
-            return grouped(rows, stacked, to_device(self.loads, rows.device)), None
+            return grouped_matmul(rows, stacked, to_device(self.loads, rows.device)), None
         return per_expert(rows, stacked, self.loads), None
 
     def sharded(self, key: str, replica_id: ReplicaId, *, first: int, names: tuple[str, ...]) -> object:

@@ -199,7 +199,7 @@ def check_rows(parameter: nn.Parameter, tensor: ShardedTensor, members: Sequence
 # ---- loading
 
 
-def load_weights(found: HFTensorSlices, source: WeightSource) -> None:
+def fill_parameters(found: HFTensorSlices, source: WeightSource) -> None:
     """Fill every parameter with its part of ``source``; only the parts that this rank holds are read."""
     for parameter, members in found.items():
         fill_parameter(parameter, members, source)

@@ -17,7 +17,7 @@ from components.engines.megatron.runtime.hf_weights import (
     HFTensorSlices,
     TPMeshes,
     as_dtensor,
-    load_weights,
+    fill_parameters,
     replicas,
 )
 from components.engines.megatron.runtime.optimizer import DenseOrExpertOptimizer, MegatronOptimizers
@@ -152,7 +152,7 @@ def load(
     streams = {name: value for name, value in random_states(device, first).items() if name in keys}
     load_tensors(path, dict(streams))
     source = StoredTensors(path)
-    load_weights(stored, lambda name, index=(): source.read(f"model/{name}", index))
+    fill_parameters(stored, lambda name, index=(): source.read(f"model/{name}", index))
     if isinstance(update, WholeWeightUpdate):
         with update.loading() as tensors:
             load_tensors(path, tensors)
@@ -169,14 +169,14 @@ def load_optimizer(path: Path, blocks: HFTensorSlices, update: MegatronOptimizer
     update.set_step(int(step.item()))
 
 
-def load_model(path: Path, blocks: HFTensorSlices, stored: HFTensorSlices, update: Update) -> None:
+def load_weights(path: Path, blocks: HFTensorSlices, stored: HFTensorSlices, update: Update) -> None:
     """Load the weights to evaluate, without optimizer state and random states.
 
     They are the average of an optimizer such as schedule-free AdamW, or else the trained weights.
     """
     source = StoredTensors(path)
     kind = source.kind_to_evaluate
-    load_weights(stored, lambda name, index=(): source.read(f"{kind}/{name}", index))
+    fill_parameters(stored, lambda name, index=(): source.read(f"{kind}/{name}", index))
     load_states(path, blocks, update, {"model": kind})
 
 

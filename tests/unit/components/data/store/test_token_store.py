@@ -9,7 +9,7 @@ import pytest
 
 from components.contracts.errors import ConfigError
 from components.data.store import token_store as store_module
-from components.data.store.checked_files import read_json, write_json
+from components.data.store.checked_files import read_checked_json, write_checked_json
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.token_store import (
     Array,
@@ -101,8 +101,8 @@ def cut_tokens(path: Path) -> None:
 
 
 def forget_a_key(path: Path) -> None:
-    meta = read_json(path / "meta.json")
-    write_json(path / "meta.json", {k: v for k, v in meta.items() if k != "masked"})
+    meta = read_checked_json(path / "meta.json")
+    write_checked_json(path / "meta.json", {k: v for k, v in meta.items() if k != "masked"})
 
 
 @pytest.mark.parametrize(

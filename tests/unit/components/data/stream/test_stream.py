@@ -19,9 +19,9 @@ from components.contracts.batch import DESIRABLE, UNDESIRABLE, Batch
 from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError, NonRetryableError
 from components.data import FilesData
-from components.data.store.checked_files import write_json
+from components.data.store.checked_files import write_checked_json
 from components.data.stream.chunks import chunk_name
-from components.data.stream.producer import FAILURE, Producer, SourceTokens, write_chunk
+from components.data.stream.producer import FAILURE, Producer, StreamedTokens, write_chunk
 from components.data.stream.stream_loader import StreamLoader
 from components.data.tokenizer import PATH
 
@@ -45,7 +45,7 @@ class InThisProcess(Producer):
         if not self._folder.exists():
             self._folder.mkdir(parents=True)
             readers = range(len(self._reader.sources))
-            parts = [SourceTokens(self._reader, source, first) for source in readers]
+            parts = [StreamedTokens(self._reader, source, first) for source in readers]
             self._chunks = iter(self._write(parts, number) for number in count(first))
             next(self._chunks)
 
@@ -53,7 +53,7 @@ class InThisProcess(Producer):
         try:
             write_chunk(parts, self._folder / chunk_name(chunk), chunk)
         except ConfigError as error:
-            write_json(self._folder / FAILURE, {"reason": str(error)})
+            write_checked_json(self._folder / FAILURE, {"reason": str(error)})
 
     def request(self) -> None:
         if not (self._folder / FAILURE).exists():
