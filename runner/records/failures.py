@@ -23,6 +23,8 @@ from components.json_text import as_type, one_line, parse_json
 from components.rank_info import RankInfo
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+LAST_LINES = 20
+"""Number of lines of a log that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,8 @@ def describe_exit(code: int | None) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def read_last_lines(path: Path, count: int = 20) -> str:
-    lines = path.read_text(errors="replace").splitlines()[-count:] if path.exists() else []
+def read_last_lines(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:] if path.exists() else []
     return "".join(f"\n  {line}" for line in lines)
 
 
