@@ -42,6 +42,7 @@ def install(mode: RehearsalMode) -> None:
     replace_reads(mode)
     replace_resize(mode)
     replace_swap()
+    pin_constructed_tensors()
     pause_shape_propagation(mode)
     # Optimizers update many tensors of a GPU in one call, if they are of these types.
     _foreach_supported_types.append(FakeTensor)
@@ -89,6 +90,18 @@ def replace_reads(mode: RehearsalMode) -> None:
     fake.tolist = tolist
     tensor.numpy = numpy
     tensor.record_stream = lambda *_: None
+
+
+def pin_constructed_tensors() -> None:
+    """Make ``torch.tensor`` call ``pin_memory``, because ``pin_memory=True`` reaches no dispatch mode."""
+    module: Any = torch
+    plain = module.tensor
+
+    def tensor(*args: object, pin_memory: bool = False, **options: object) -> Tensor:
+        made: Tensor = plain(*args, **options)
+        return made.pin_memory() if pin_memory else made
+
+    module.tensor = tensor
 
 
 def replace_resize(mode: RehearsalMode) -> None:

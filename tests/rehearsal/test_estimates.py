@@ -190,6 +190,7 @@ LARGE = {
         "parallelism.dp=2",
         "parallelism.sequence_parallel=true",
     ],
+    "8b megatron lora": [*OF_8B, "parallelism=megatron", "parallelism.dp=8", "adapter=lora"],
     "8b kto": [*KTO, "parallelism=fsdp2", "parallelism.dp=8"],
     "8b megatron kto": [*KTO, "parallelism=megatron_dp2"],
     "0.6b with a trained head": [

@@ -132,18 +132,11 @@ class AdaptedLinear(nn.Module):
 
         ``out`` is the output of ``base``.
         """
-        rows = out.unflatten(-1, (self.members[0].groups, -1))
-        products = zip(narrow.split(len(self.down[0]), -1), self.up, strict=True)
-        outputs = [F.linear(product, b.to(product.dtype)) for product, b in products]
-        trained, initial = outputs[: len(self.members)], outputs[len(self.members) :]
-        if initial:
-            trained = [own - first for own, first in zip(trained, initial, strict=True)]
-        parts, end = [], 0
-        for member, output in zip(self.members, trained, strict=True):
-            added = output.unflatten(-1, (member.groups, -1))
-            parts += [rows[..., end : member.start], rows[..., member.start : member.stop] + added]
-            end = member.stop
-        return torch.cat([*parts, rows[..., end:]], -1).flatten(-2)
+        # Row-parallel layers return an alias of their input, which autograd does not allow to be changed.
+        out = out if self.column else out.clone()
+        ups = [b.to(narrow.dtype) for b in self.up]
+        total: Tensor = AddProducts.apply(out, narrow, self.members, *ups)
+        return total
 
     def _rng(self) -> AbstractContextManager[object]:
         """Return a context in which dropout is equal on all tp ranks, or different if the input is split.
@@ -153,6 +146,54 @@ class AdaptedLinear(nn.Module):
         if not self.dropout or not self.row or self.sequence_parallel:
             return nullcontext()
         return get_cuda_rng_tracker().fork()
+
+
+class AddProducts(torch.autograd.Function):
+    """Add products to rows of a tensor in place, without a copy of the tensor in either pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, narrow: Tensor, members: Sequence[HFTensorSlice], *ups: Tensor
+    ) -> Tensor:
+        """Add to each member's rows of ``out`` its B times its part of ``narrow``, and return ``out``.
+
+        Args:
+            out: ``[s, b, out]``, overwritten.
+            narrow: ``[s, b, k r]``, the inputs of the k matrices B.
+            ups: the k matrices B ``[rows, r]``, one of each member, and then, with PiSSA, the initial one of
+                each, whose products are subtracted.
+        """
+        ctx.mark_dirty(out)
+        ctx.members = members
+        ctx.save_for_backward(narrow, *ups)
+        for member, sign, product, b in parts_of(members, narrow, ups):
+            rows_of(out, member).add_(F.linear(product, b).unflatten(-1, (member.groups, -1)), alpha=sign)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        narrow, *ups = ctx.saved_tensors
+        of_narrow, of_ups = [], []
+        for number, (member, sign, product, b) in enumerate(parts_of(ctx.members, narrow, ups)):
+            rows = rows_of(gradient, member).flatten(-2)
+            of_narrow.append(sign * (rows @ b))
+            trained = ctx.needs_input_grad[3 + number]
+            of_ups.append(rows.flatten(0, -2).T @ product.flatten(0, -2) if trained else None)
+        return gradient, torch.cat(of_narrow, -1), None, *of_ups
+
+
+def parts_of(
+    members: Sequence[HFTensorSlice], narrow: Tensor, ups: Sequence[Tensor]
+) -> Iterator[tuple[HFTensorSlice, int, Tensor, Tensor]]:
+    """Yield for each B its member, the sign of its product, its part of ``narrow`` and B itself."""
+    signs = [1] * len(members) + [-1] * (len(ups) - len(members))
+    parts = narrow.split(ups[0].shape[1], -1)
+    yield from zip([*members, *members][: len(ups)], signs, parts, ups, strict=True)
+
+
+def rows_of(out: Tensor, member: HFTensorSlice) -> Tensor:
+    """Return the rows of a member, ``[s, b, groups, rows per group]``, as a view of ``out``."""
+    return out.unflatten(-1, (member.groups, -1))[..., member.start : member.stop]
 
 
 def adapt(chunk: nn.Module, found: HFTensorSlices, adapter: LoRA, targets: Collection[str]) -> HFTensorSlices:
