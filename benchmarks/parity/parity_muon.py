@@ -1,6 +1,6 @@
 """The parity tables of ``optimizer=muon``: layouts of both engines, and controls that orthogonalise shards.
 
-Newton-Schulz iterations are in float32 here, see ``parity_ranks.without_rounding``.
+Newton-Schulz iterations are in float32 here, see ``components.optimizers.muon_in_float32``.
 """
 
 from collections.abc import Sequence

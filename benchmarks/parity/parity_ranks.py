@@ -17,7 +17,7 @@ from benchmarks.parity.parity_rows import Fault
 from components.contracts.device import DeviceKind
 from components.contracts.engine import Engine
 from components.models import nf4
-from components.optimizers import Muon
+from components.optimizers import Muon, muon_in_float32
 from runner.config.instantiate import Experiment
 from runner.training import rank
 from tests.distributed.gradients import capture
@@ -40,7 +40,7 @@ def train(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
     with (
         silence(),
         broken(fault),
-        without_rounding(),
+        muon_in_float32(),
         mock.patch.object(rank, "build_engine", build_watched),
     ):
         rank.run_rank(folder)
@@ -51,18 +51,6 @@ def train(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
 @contextmanager
 def silence() -> Iterator[None]:
     with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-        yield
-
-
-@contextmanager
-def without_rounding() -> Iterator[None]:
-    """Let ``torch.optim.Muon`` orthogonalise in float32.
-
-    Without this, the optimizer rounds to bfloat16, which turns differences of 1e-7 between the gradients of
-    two layouts into 4e-3 in a few elements of an update, and so into 2e-5 of a gradient norm five steps
-    later.
-    """
-    with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
         yield
 
 

@@ -10,7 +10,7 @@ from components.optimizers.build import (
     torch_optimizer,
     weight_options,
 )
-from components.optimizers.muon import Muon
+from components.optimizers.muon import Muon, muon_in_float32
 from components.optimizers.torch_class import TorchClass, describe_class, kind_of_state
 from components.optimizers.weight_groups import WeightGroup, check_matches
 
@@ -27,6 +27,7 @@ __all__ = [
     "describe_class",
     "kind_of_state",
     "make_moments",
+    "muon_in_float32",
     "state_bytes",
     "torch_optimizer",
     "weight_options",

@@ -15,7 +15,7 @@ from components.contracts.hook import Hook, HookRun, RunState
 from components.contracts.loss import Loss, LossOutput, TokenStats
 from components.contracts.scheduler import SchedulerSpec
 from components.engines.fsdp2 import FSDP2
-from components.optimizers import AdamW
+from components.optimizers import AdamW, muon_in_float32
 from components.rank_info import RankInfo
 
 ONE_PROCESS = FSDP2(dp=1, default_dp=1, reshard_after_forward=False)
@@ -87,7 +87,8 @@ class ProofRun:
         """Write to ``folder`` the weights before and after the first step, and the losses of several steps.
 
         The folder ``gradients`` has these weights for the loss itself, ``control`` for ``PerMicrobatch``.
-        ``curve.json`` has a loss and a gradient norm for each step; ``peak`` is its peak learning rate.
+        ``curve.json`` has a loss and a gradient norm for each step; ``peak`` is its peak learning rate. Muon
+        orthogonalises in float32.
         """
         self.first_step(self.loss, folder / "gradients")
         self.first_step(PerMicrobatch(self.loss), folder / "control")
@@ -95,7 +96,8 @@ class ProofRun:
         # From the whole schedule, because the first rates of a warmup would leave the weights as they are.
         places = [int((step + 0.5) / self.steps * total) for step in range(self.steps)]
         rates = [self.scheduler.lr(place, peak=peak, total_steps=total) for place in places]
-        curve = self.curve(rates)
+        with muon_in_float32():
+            curve = self.curve(rates)
         if RankInfo.read().rank == 0:
             (folder / "curve.json").write_text(json.dumps(curve))
 

@@ -18,13 +18,14 @@ from benchmarks.compose import composed
 from benchmarks.parity.parity_cells import write_adapter, write_samples
 from benchmarks.parity.parity_experts import DEEPSEEK, QWEN3_MOE
 from benchmarks.parity.parity_muon import MUON
-from benchmarks.parity.parity_ranks import silence, without_rounding
+from benchmarks.parity.parity_ranks import silence
 from benchmarks.parity.parity_rows import EXPERIMENT, OVERLAPPED
 from components.checkpoint.dcp import load_tensors, save_tensors
 from components.contracts.batch import Batch
 from components.contracts.data import BatchShard
 from components.contracts.loss import LossOutput, TokenStats
 from components.losses import NextToken
+from components.optimizers import muon_in_float32
 from components.proof.verdict import curve_error
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
@@ -192,7 +193,7 @@ def save(engine: Any, path: Path) -> None:
 
 def train_rank(folder: Path, loaded: Path) -> None:
     """Train the run that is prepared in ``folder``. Save the state that it resumes from to ``loaded``."""
-    with silence(), without_rounding(), saving_what_is_loaded(loaded):
+    with silence(), muon_in_float32(), saving_what_is_loaded(loaded):
         run_rank(folder)
 
 

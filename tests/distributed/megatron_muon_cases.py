@@ -4,14 +4,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from components.adapters import LoRA
 from components.checkpoint.dcp import save_tensors
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
-from components.optimizers import Muon, TorchClass, WeightGroup
+from components.optimizers import Muon, TorchClass, WeightGroup, muon_in_float32
 from tests.distributed.cases import make_engine, next_token, share, step
 
 MUON = Muon(lr=1e-2, adamw_lr=2e-3, max_grad_norm=1.0)
@@ -36,11 +35,9 @@ Curve = list[tuple[float, float, int | None]]
 def trained(on: FSDP2 | Megatron, family: str, kind: str, folder: Path, resume: Path | None = None) -> Curve:
     """Return loss, gradient norm and number of zeros of four steps, or of the last two from ``resume``.
 
-    The state before the third step is saved in ``folder``. Newton-Schulz iterations are in float32, because
-    torch's bfloat16 may round equal gradients of two layouts, 1e-7 apart, 4e-3 apart.
+    The state before the third step is saved in ``folder``. Newton-Schulz iterations are in float32.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    with muon_in_float32():
         engine = make_engine(family, on=on, count_zeros=True, **{"optimizer": MUON} | OPTIONS[kind])
         curve = []
         if resume is not None:

@@ -15,7 +15,7 @@ from components.checkpoint.dcp import save_tensors
 from components.contracts.batch import IGNORE
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.mesh import full_tensor
-from components.optimizers import Muon, Optimizer, TorchClass
+from components.optimizers import Muon, Optimizer, TorchClass, muon_in_float32
 from tests.distributed.cases import make_engine, next_token, plain_model, sequences, share, step
 
 
@@ -76,12 +76,8 @@ def resumed(on: FSDP2, name: str, folder: Path, first: int, family: str = "qwen3
 
 
 def without_rounding(curve: Callable[..., list[Row]], *args: Any) -> list[Row]:
-    """Call ``curve``, which is ``trained`` or ``resumed``, with Newton-Schulz iterations in float32.
-
-    torch's are in bfloat16, which may round equal gradients of two layouts, 1e-7 apart, 4e-3 apart.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    """Call ``curve``, which is ``trained`` or ``resumed``, with Newton-Schulz iterations in float32."""
+    with muon_in_float32():
         return curve(*args)
 
 
