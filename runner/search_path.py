@@ -45,7 +45,7 @@ def python_module(name: str) -> list[str]:
     return [sys.executable, "-P", "-m", name]
 
 
-def find_own_packages() -> None:
+def ensure_own_packages() -> None:
     """Call ``program_first`` under ``python -m``, or if another package ``components`` hides this program's.
 
     Raises:

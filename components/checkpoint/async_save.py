@@ -40,7 +40,7 @@ class HostCopy:
             where = view_of(local)
             if where not in copied:
                 copied[where] = self.buffer(key, local).copy_(local, non_blocking=True)
-            copies[key] = as_shard_of(tensor, copied[where])
+            copies[key] = wrap_like(tensor, copied[where])
         if waits:
             torch.accelerator.current_stream().synchronize()
         return copies
@@ -59,7 +59,7 @@ def view_of(local: Tensor) -> Hashable:
     return storage, local.storage_offset(), local.shape, local.stride(), local.dtype
 
 
-def as_shard_of(tensor: Tensor, local: Tensor) -> Tensor:
+def wrap_like(tensor: Tensor, local: Tensor) -> Tensor:
     """Wrap ``local`` as this rank's shard, placed as in ``tensor``."""
     if isinstance(tensor, FlatShard):
         return tensor.like(local)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from components.checkpoint.file_writer import AliasPlanner, FileRecord, MeasuredWriter
+from components.checkpoint.file_records import AliasPlanner, FileRecord, MeasuredWriter
 from components.checkpoint.safe_reader import CheckpointReader, read_metadata
 from components.contracts.errors import TrainingError
 from components.json_text import one_line

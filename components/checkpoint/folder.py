@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from components.atomic_write import sync_folder, write_atomic
-from components.checkpoint.file_writer import FileRecord
+from components.checkpoint.file_records import FileRecord
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.json_text import as_type, parse_json

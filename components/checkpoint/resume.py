@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 
-from components.checkpoint.file_writer import damage
+from components.checkpoint.file_records import damage
 from components.checkpoint.folder import (
     CheckpointMeta,
     complete_checkpoints,

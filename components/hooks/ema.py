@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from components.adapters import LoRA
-from components.checkpoint.async_save import as_shard_of, view_of
+from components.checkpoint.async_save import view_of, wrap_like
 from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.engine import Engine, StepResult
 from components.contracts.errors import ConfigError
@@ -55,17 +55,17 @@ class EMA(Hook):
         """The memory of the averages, by the name of the first weight in it. Fused weights share theirs."""
         first: dict[Hashable, str] = {}
         for name, weight in weights(run.engine).items():
-            owner = first.setdefault(view_of(local_shard(weight)), name)
+            owner = first.setdefault(view_of(plain_shard(weight)), name)
             if owner == name:
-                self.copies[name] = local_shard(weight).clone()
-            self.average[name] = as_shard_of(weight, self.copies[owner])
+                self.copies[name] = plain_shard(weight).clone()
+            self.average[name] = wrap_like(weight, self.copies[owner])
 
     @torch.no_grad()
     def after_step(self, run: HookRun, result: StepResult, *_: object) -> None:
         if not result.skipped:
             found = weights(run.engine)
             for name, copy in self.copies.items():
-                copy.lerp_(local_shard(found[name]), 1 - self.decay)
+                copy.lerp_(plain_shard(found[name]), 1 - self.decay)
 
     def after_save(self, run: HookRun, checkpoint: Path) -> None:  # noqa: ARG002
         self.saved = checkpoint
@@ -97,5 +97,5 @@ def weights(engine: Engine) -> dict[str, Tensor]:
     return {key.removeprefix("model/"): tensor for key, tensor in tensors.items() if key.startswith("model/")}
 
 
-def local_shard(tensor: Tensor) -> Tensor:
+def plain_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.as_subclass(Tensor)

@@ -355,7 +355,7 @@ def check_mtp_stage(layers: int, kind: str) -> None:
         )
 
 
-def check_completing_hooks(scalar_head: bool, hooks: Mapping[str, Hook]) -> None:
+def check_generating_hooks(scalar_head: bool, hooks: Mapping[str, Hook]) -> None:
     """Raise ConfigError if a hook completes prompts with a model that has a scalar head."""
     for name, hook in hooks.items():
         if scalar_head and hook.generates_text:

@@ -42,7 +42,7 @@ def install(mode: RehearsalMode) -> None:
     replace_reads(mode)
     replace_resize(mode)
     replace_swap()
-    pin_constructed_tensors()
+    replace_tensor()
     pause_shape_propagation(mode)
     # Optimizers update many tensors of a GPU in one call, if they are of these types.
     _foreach_supported_types.append(FakeTensor)
@@ -92,8 +92,8 @@ def replace_reads(mode: RehearsalMode) -> None:
     tensor.record_stream = lambda *_: None
 
 
-def pin_constructed_tensors() -> None:
-    """Make ``torch.tensor`` call ``pin_memory``, because ``pin_memory=True`` reaches no dispatch mode."""
+def replace_tensor() -> None:
+    """Make ``torch.tensor(..., pin_memory=True)`` call ``Tensor.pin_memory``, which a dispatch mode sees."""
     module: Any = torch
     plain = module.tensor
 

@@ -59,7 +59,7 @@ class SlurmLauncher(Launcher):
             print_dry_run(allocation, sweep / "slurm", jobs)
         elif jobs:
             submit(allocation, sweep / "slurm", jobs)
-        return [returned_when_ended(config, sweep) for config in configs]
+        return [job_return(config, sweep) for config in configs]
 
     def allocation(self) -> "SbatchOptions":
         """Build the allocation from the options.
@@ -140,7 +140,7 @@ def without_hydra(config: DictConfig) -> DictConfig:
     return task
 
 
-def returned_when_ended(config: DictConfig, sweep: Path) -> JobReturn:
+def job_return(config: DictConfig, sweep: Path) -> JobReturn:
     """Return the job as completed, whatever its outcome.
 
     For a failed job Hydra would raise an error, which would hide the outcomes of the other jobs.

@@ -436,7 +436,7 @@ def check_parts(experiment: Experiment) -> PreTrainedModel:
     checks.check_mtp_stage(model.mtp.num_layers, experiment.stage.kind)
     for logger in experiment.logger.values():
         logger.check()
-    checks.check_completing_hooks(model.scalar_head, experiment.hook)
+    checks.check_generating_hooks(model.scalar_head, experiment.hook)
     for name, hook in experiment.hook.items():
         hook.check(name)
     meta_model = model.meta_model

@@ -1,1 +1,1 @@
-"""The files that describe a run or a job of a sweep, and how they are read again."""
+"""Code that reads and writes the files that describe a run or a job of a sweep."""

@@ -10,7 +10,7 @@ import pytest
 
 from components.contracts.errors import MISTAKE
 from runner import search_path
-from runner.search_path import ROOT, find_own_packages, program_first, python_module
+from runner.search_path import ROOT, ensure_own_packages, program_first, python_module
 
 IMPORTS_ALL = """
 from runner.search_path import program_first
@@ -108,4 +108,4 @@ def test_one_that_still_wins_is_named(folder: Path, monkeypatch: pytest.MonkeyPa
     other = str(folder / "components/__init__.py")
     monkeypatch.setattr(search_path, "other_components", lambda: other)
     with pytest.raises(ImportError, match=f"finds {other} instead of {ROOT}/components; rename"):
-        find_own_packages()
+        ensure_own_packages()

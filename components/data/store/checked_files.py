@@ -89,7 +89,7 @@ def write_checked_json(path: Path, content: Json) -> None:
 
 
 def read_checked_json(path: Path) -> Json:
-    """Return the content of a file that ``write_json`` wrote.
+    """Return the content of a file that ``write_checked_json`` wrote.
 
     Raises:
         DamagedFile: if the file is missing, or its content is not what was written.

@@ -78,7 +78,7 @@ def set_group_numbers(
 
 
 def set_number(state: dict[str, Any], name: str, value: Tensor) -> None:
-    """Set ``state[name]``, a tensor or a Python number, to a value that ``number`` returned."""
+    """Set ``state[name]``, a tensor or a Python number, to a value that ``as_float64`` returned."""
     if isinstance(state[name], Tensor):
         state[name].fill_(value.item())
     else:

@@ -50,7 +50,7 @@ class UsedExpertsOnly(torch.autograd.Function):
 
 
 def per_expert(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:
-    """Compute the products of ``grouped`` in a loop over the experts.
+    """Compute the products of ``grouped_matmul`` in a loop over the experts.
 
     The matrix of an expert without rows has a gradient of 0. The host waits for ``loads``.
     """

@@ -112,7 +112,7 @@ def megatron_moe(model: PreTrainedModel, layout: Layout, run: RunShape, *, group
 
     The results of experts are not saved, because routing weights multiply the inputs of the last matrix. A
     token saves router scores and, as they are and transposed, the weights of all experts, in fp32, and two
-    masks. Shared experts are computed first. The backward pass begins with the gradients of ``Exchange``.
+    masks. Shared experts are computed first. The backward pass begins with ``ExchangeWidths.gradients``.
     Then those of the matrices come: of the last one, with gradients of its input and of gate and up, next of
     the first one, with that of its input, and last a copy of these, in which gradients of unused experts are
     0. Each of them is added to the gradient buffer before the next one is computed.
@@ -145,7 +145,7 @@ def megatron_moe(model: PreTrainedModel, layout: Layout, run: RunShape, *, group
 
 
 @dataclass(frozen=True)
-class DispatchWidths:
+class ExchangeWidths:
     """Widths of the exchange of tokens in an MoE block of Megatron, in elements per token of the rank."""
 
     sent: float
@@ -160,7 +160,7 @@ class DispatchWidths:
     """A buffer that always exists."""
 
 
-def exchange_chosen(of: Experts, layout: Layout, run: RunShape) -> DispatchWidths:
+def exchange_chosen(of: Experts, layout: Layout, run: RunShape) -> ExchangeWidths:
     """Return the widths of the all-to-all, in which each copy is sent to the rank of its expert.
 
     The copies that are sent, and with ep those that are received, exist until the end of the block. After the
@@ -172,10 +172,10 @@ def exchange_chosen(of: Experts, layout: Layout, run: RunShape) -> DispatchWidth
     gathered, received = sent * layout.etp, sent if layout.ep > 1 else 0
     results = gathered * (2 if of.number > layout.ep else 1) + raised * (gathered + sent)
     back = max(2 * sent, 2 * gathered, raised * (sent + gathered), (raised + 1) * gathered * (raised > 0))
-    return DispatchWidths(sent + received, sent + received + results, back)
+    return ExchangeWidths(sent + received, sent + received + results, back)
 
 
-def exchange_all(of: Experts, layout: Layout, run: RunShape) -> DispatchWidths:
+def exchange_all(of: Experts, layout: Layout, run: RunShape) -> ExchangeWidths:
     """Return the widths of the all-gather of all tokens of the ep x etp ranks.
 
     The gathered tokens are in a buffer of Megatron that is never freed. The weights of this rank's experts
@@ -190,4 +190,4 @@ def exchange_all(of: Experts, layout: Layout, run: RunShape) -> DispatchWidths:
     tokens, weights = own * ranks, of.number * ranks / layout.tp * fp32
     combined = tokens + weights + max(copies + tokens, tokens + raised * (tokens + own))
     back = tokens + max(raised * (tokens + own), (raised + 1) * tokens, copies + tokens)
-    return DispatchWidths(tokens, combined, back, saved=2 * weights / layout.ep, held=tokens)
+    return ExchangeWidths(tokens, combined, back, saved=2 * weights / layout.ep, held=tokens)

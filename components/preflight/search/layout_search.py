@@ -51,7 +51,7 @@ def search(case: Candidate, work: StepWork, devices: int) -> list[PlanResult]:
         if n not in borne:
             borne[n] = is_valid(base)
         if borne[n] and n not in found and variant.fits():
-            found[n] = PlanResult(variant, layout_overrides(engine, variant), time)
+            found[n] = PlanResult(variant, plan_overrides(engine, variant), time)
         if len(found) == SHOWN:
             break
     if not found:
@@ -109,7 +109,7 @@ def is_valid(base: Candidate) -> bool:
     return True
 
 
-def layout_overrides(engine: str, case: Candidate) -> tuple[str, ...]:
+def plan_overrides(engine: str, case: Candidate) -> tuple[str, ...]:
     """Return the command-line overrides that select ``case``."""
     usual, keys = vars(DEFAULTS[engine]), vars(case.layout)
     given = {key: str(value).lower().replace("'", "") for key, value in keys.items() if value != usual[key]}

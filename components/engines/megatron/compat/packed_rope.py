@@ -17,7 +17,8 @@ from components.engines.megatron.compat.patching import Patch
 _positions = WeakTensorKeyDictionary()
 """Positions of the tokens of a packed row, int64 ``[L]``, by the tensor of its boundaries."""
 _tables = WeakTensorKeyDictionary()
-"""The frequencies and the factor of the last rotation with these boundaries, and the result of ``table``."""
+"""The frequencies and the factor of the last rotation with these boundaries, and the result of
+``rope_table``."""
 
 
 def remember(cu_seqlens: Tensor, positions: Tensor) -> None:
@@ -45,7 +46,7 @@ def rope_table(cu_seqlens: Tensor, freqs: Tensor, mscale: float, dtype: torch.dt
 
 
 class Rotation(torch.autograd.Function):
-    """The rotation of ``[L, heads, D]`` by a ``table``, with four kernels in each direction.
+    """The rotation of ``[L, heads, D]`` by the result of ``rope_table``, with four kernels in each direction.
 
     Results and gradients are those of Megatron's expression to the last bit, in which autograd would launch
     three times as many. Both are contiguous, whatever the memory of the input looks like, so that the bits of

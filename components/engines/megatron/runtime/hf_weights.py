@@ -207,7 +207,7 @@ def fill_parameters(found: HFTensorSlices, source: WeightSource) -> None:
 
 @torch.no_grad()
 def fill_parameter(tensor: Tensor, members: Sequence[HFTensorSlice], source: WeightSource) -> None:
-    """Fill one parameter, or its master weight, as in ``load_weights``; padding rows become zero."""
+    """Fill one parameter, or its master weight, as in ``fill_parameters``; padding rows become zero."""
     tensor.zero_()
     for member in members:
         member.write(tensor, source(member.name, member.index))

@@ -132,8 +132,9 @@ class AdaptedLinear(nn.Module):
 
         ``out`` is the output of ``base``.
         """
-        # Row-parallel layers return an alias of their input, which autograd does not allow to be changed.
-        out = out if self.column else out.clone()
+        # The sum over tp ranks in these layers returns its argument itself, and autograd does not allow such
+        # a result to be changed in place.
+        out = out.clone() if isinstance(self.base, RowParallelLinear) else out
         ups = [b.to(narrow.dtype) for b in self.up]
         total: Tensor = AddProducts.apply(out, narrow, self.members, *ups)
         return total
@@ -149,7 +150,7 @@ class AdaptedLinear(nn.Module):
 
 
 class AddProducts(torch.autograd.Function):
-    """Add products to rows of a tensor in place, without a copy of the tensor in either pass."""
+    """Add products to rows of a tensor in place; a pass copies the rows of one member at a time, or none."""
 
     @staticmethod
     def forward(
@@ -158,41 +159,38 @@ class AddProducts(torch.autograd.Function):
         """Add to each member's rows of ``out`` its B times its part of ``narrow``, and return ``out``.
 
         Args:
-            out: ``[s, b, out]``, overwritten.
-            narrow: ``[s, b, k r]``, the inputs of the k matrices B.
+            out: ``[..., out]``, overwritten.
+            narrow: ``[..., k r]``, the inputs of the k matrices B.
             ups: the k matrices B ``[rows, r]``, one of each member, and then, with PiSSA, the initial one of
-                each, whose products are subtracted.
+                each. The differences of their products are added, which are exactly 0 at first.
         """
         ctx.mark_dirty(out)
         ctx.members = members
         ctx.save_for_backward(narrow, *ups)
-        for member, sign, product, b in parts_of(members, narrow, ups):
-            rows_of(out, member).add_(F.linear(product, b).unflatten(-1, (member.groups, -1)), alpha=sign)
+        factors = list(zip(narrow.split(ups[0].shape[1], -1), ups, strict=True))
+        trained, initial = factors[: len(members)], factors[len(members) :]
+        for number, member in enumerate(members):
+            product = F.linear(*trained[number])
+            if initial:
+                product -= F.linear(*initial[number])
+            rows_of(out, member).add_(product.unflatten(-1, (member.groups, -1)))
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         narrow, *ups = ctx.saved_tensors
-        of_narrow, of_ups = [], []
-        for number, (member, sign, product, b) in enumerate(parts_of(ctx.members, narrow, ups)):
-            rows = rows_of(gradient, member).flatten(-2)
-            of_narrow.append(sign * (rows @ b))
-            trained = ctx.needs_input_grad[3 + number]
-            of_ups.append(rows.flatten(0, -2).T @ product.flatten(0, -2) if trained else None)
+        of_narrow: list[Tensor] = []
+        of_ups: list[Tensor | None] = []
+        for number, (part, b) in enumerate(zip(narrow.split(ups[0].shape[1], -1), ups, strict=True)):
+            rows = rows_of(gradient, ctx.members[number % len(ctx.members)]).flatten(-2)
+            is_initial = number >= len(ctx.members)
+            of_narrow.append(-(rows @ b) if is_initial else rows @ b)
+            of_ups.append(None if is_initial else rows.flatten(0, -2).T @ part.flatten(0, -2))
         return gradient, torch.cat(of_narrow, -1), None, *of_ups
 
 
-def parts_of(
-    members: Sequence[HFTensorSlice], narrow: Tensor, ups: Sequence[Tensor]
-) -> Iterator[tuple[HFTensorSlice, int, Tensor, Tensor]]:
-    """Yield for each B its member, the sign of its product, its part of ``narrow`` and B itself."""
-    signs = [1] * len(members) + [-1] * (len(ups) - len(members))
-    parts = narrow.split(ups[0].shape[1], -1)
-    yield from zip([*members, *members][: len(ups)], signs, parts, ups, strict=True)
-
-
 def rows_of(out: Tensor, member: HFTensorSlice) -> Tensor:
-    """Return the rows of a member, ``[s, b, groups, rows per group]``, as a view of ``out``."""
+    """Return the rows of a member, ``[..., groups, rows per group]``, as a view of ``out``."""
     return out.unflatten(-1, (member.groups, -1))[..., member.start : member.stop]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from components.checkpoint.file_writer import FileRecord
+from components.checkpoint.file_records import FileRecord
 from components.checkpoint.folder import (
     MARKER,
     META,

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from components.checkpoint.dcp import load_tensors, save_tensors, saved_keys
-from components.checkpoint.file_writer import FileRecord, damage
+from components.checkpoint.file_records import FileRecord, damage
 from components.contracts.errors import TrainingError
 from components.engines.shared.process_group import init_process_group
 from tests.ranks import Ranks

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from components.checkpoint.file_writer import FileRecord
+from components.checkpoint.file_records import FileRecord
 from components.checkpoint.folder import CheckpointMeta, commit, complete_checkpoints, step_folder
 from components.contracts.errors import ConfigError, NonRetryableError, TrainingError
 from components.preflight.checks import check_restarts
