@@ -89,8 +89,8 @@ MEGATRON = {
     "neftune": ["parallelism=tp2", "parallelism.sequence_parallel=true", "model.neftune_alpha=5.0"],
     "pp2 last": ["parallelism=pp2", "stage=dpo", "preflight.rank=1"],
     "pp2vpp2": ["parallelism=pp2vpp2", "preflight.rank=1", "model.architecture.num_hidden_layers=4"],
-    "cp2": ["parallelism=cp2", "preflight.rank=1"],
-    "cp2 a2a": ["parallelism=cp2", "parallelism.cp_comm_type=a2a", "data.packing=none"],
+    "cp2": ["parallelism=cp2", "preflight.rank=1", "data.packing=none"],
+    "cp2 a2a": ["parallelism=cp2", "parallelism.cp_comm_type=a2a"],
     "tp2cp2": ["parallelism=tp2cp2", "stage=dpo", "preflight.rank=3"],
     "tp2pp2dp2": ["parallelism=tp2pp2dp2", "preflight.rank=7"],
     "distributed optimizer": [

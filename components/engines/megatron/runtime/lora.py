@@ -130,7 +130,7 @@ class AdaptedLinear(nn.Module):
     def _add(self, out: Tensor, narrow: Tensor) -> Tensor:
         """Add B times each adapter's part of ``narrow`` to its layer's rows in ``out``.
 
-        ``out`` is the output of ``base``, which is overwritten if it may be.
+        ``out`` is the output of ``base``, which is overwritten unless ``base`` is row-parallel.
         """
         # The sum over tp ranks in these layers returns its argument itself, and autograd does not allow such
         # a result to be changed in place.
