@@ -104,7 +104,7 @@ class Muon:
 
 @contextmanager
 def muon_in_float32() -> Iterator[None]:
-    """Let ``torch.optim.Muon`` orthogonalise in float32 inside the context, to compare layouts exactly.
+    """Let ``torch.optim.Muon`` orthogonalise in float32, so that layouts can be compared to 1e-5.
 
     Its iterations in bfloat16 turn differences of 1e-7 between the gradients of two layouts into 4e-3 in a
     few elements of an update, and so into 2e-5 of a gradient norm five steps later.

@@ -29,7 +29,7 @@ import torch
 from components.contracts.device import DeviceKind
 from components.engines.shared.half_matmul import needs_fp32_products
 from components.engines.shared.recomputation import Module
-from components.engines.shared.sdpa import CPU_ROWS
+from components.engines.shared.sdpa import queries_per_call
 from components.engines.shared.token_log_probs import chunk_size
 from components.engines.shared.vocab_parallel import FullVocabulary
 
@@ -223,7 +223,7 @@ class BlockActivations:
 
 def mask_bytes(longest: int, run: RunShape) -> int:
     """Return the bytes of the mask of one sequence; each call of torch's CPU kernel gets a view of it."""
-    rows = CPU_ROWS[run.size]
+    rows = queries_per_call(longest, run.size, may_be_whole=True)
     return rows * longest * run.size if run.device == "cpu" and longest > rows else 0
 
 

@@ -150,7 +150,11 @@ class AdaptedLinear(nn.Module):
 
 
 class AddProducts(torch.autograd.Function):
-    """Add products to rows of a tensor in place; a pass copies the rows of one member at a time, or none."""
+    """Add the adapters' outputs to the output of a fused layer, in place.
+
+    A member is one of the Hugging Face layers that the fused layer holds. If its rows are interleaved with
+    those of others, as in query, key and value, a pass copies the rows of one member at a time.
+    """
 
     @staticmethod
     def forward(

@@ -9,14 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.engines.shared import half_matmul
-from components.engines.shared.half_matmul import avoid_slow_products, install_fp32_products
+from components.engines.shared.half_matmul import (
+    SHORT,
+    avoid_slow_products,
+    install_fp32_attention,
+    install_fp32_products,
+)
 
 Function = Callable[..., Tensor]
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.dtype]]:
-    """Compute products in fp32, on any CPU; give the dtypes of the factors that were converted."""
+def converted(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Record the dtypes of the factors that are converted."""
     converted: list[torch.dtype] = []
     original = half_matmul.to_fp32
 
@@ -25,9 +30,23 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.dtype]]:
         return original(argument)
 
     monkeypatch.setattr(half_matmul, "to_fp32", to_fp32)
+    return converted
+
+
+@pytest.fixture
+def products(converted: list[torch.dtype]) -> Iterator[list[torch.dtype]]:
+    """Compute products in fp32, on any CPU; give the dtypes of the factors that were converted."""
     install_fp32_products()
     yield converted
     install_fp32_products.cache_clear()
+
+
+@pytest.fixture
+def short_attention(converted: list[torch.dtype]) -> Iterator[list[torch.dtype]]:
+    """Compute attention over short sequences in fp32, on any CPU; give the dtypes that were converted."""
+    install_fp32_attention()
+    yield converted
+    install_fp32_attention.cache_clear()
 
 
 def gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -84,6 +103,21 @@ def test_gradients_of_a_product_and_of_attention(products: list[torch.dtype]) ->
     assert set(products) == {torch.bfloat16, torch.float32}, "the log-sum-exp is in fp32 already"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_over_a_short_sequence(short_attention: list[torch.dtype], dtype: torch.dtype) -> None:
+    """Its gradients are the rounded ones of fp32, for the same rounded output of the forward pass."""
+    torch.manual_seed(0)
+    longest = SHORT // 64
+    q, k, v = torch.randn(3, 1, 2, longest + 1, 64).to(dtype)
+    gradient(q, k, v)
+    torch.ones(2, 2).to(dtype) @ torch.ones(2, 2).to(dtype)
+    assert not short_attention, "a longer sequence and other products are computed by torch"
+    short = [each[:, :, :longest] for each in (q, k, v)]
+    found, expected = gradient(*short), gradient(*(each.float() for each in short))
+    assert set(short_attention) == {dtype, torch.float32}, "the log-sum-exp is in fp32 already"
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+
+
 def test_torch_computes_its_own_products_again(products: list[torch.dtype]) -> None:
     a = torch.ones(2, 2).bfloat16()
     a @ a
@@ -97,18 +131,20 @@ def test_torch_computes_its_own_products_again(products: list[torch.dtype]) -> N
 @pytest.mark.parametrize(
     ("device", "dtype", "is_fast", "installed"),
     [
-        ("cpu", torch.bfloat16, False, True),
-        ("cpu", torch.float16, False, True),
-        ("cpu", torch.bfloat16, True, False),
-        ("cpu", torch.float32, False, False),
-        ("cuda", torch.bfloat16, False, False),
+        ("cpu", torch.bfloat16, False, ["products"]),
+        ("cpu", torch.float16, False, ["products"]),
+        ("cpu", torch.bfloat16, True, ["attention"]),
+        ("cpu", torch.float16, True, ["attention"]),
+        ("cpu", torch.float32, False, []),
+        ("cuda", torch.bfloat16, False, []),
     ],
 )
-def test_only_a_cpu_without_instructions_needs_it(
-    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, is_fast: bool, installed: bool
+def test_which_products_are_computed_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, is_fast: bool, installed: list[str]
 ) -> None:
-    calls: list[bool] = []
+    calls: list[str] = []
     monkeypatch.setattr(half_matmul, "has_fast_product", lambda _: is_fast)
-    monkeypatch.setattr(half_matmul, "install_fp32_products", lambda: calls.append(True))
+    monkeypatch.setattr(half_matmul, "install_fp32_products", lambda: calls.append("products"))
+    monkeypatch.setattr(half_matmul, "install_fp32_attention", lambda: calls.append("attention"))
     avoid_slow_products(device, dtype)
-    assert bool(calls) == installed
+    assert calls == installed

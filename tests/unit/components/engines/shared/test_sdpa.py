@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.engines.shared.sdpa import CPU_ROWS, packed_sdpa
+from components.engines.shared.sdpa import CPU_ROWS, CPU_WHOLE, packed_sdpa
 
 OPTIONS = {"scale": None, "dropout": 0.0}
 
@@ -28,7 +28,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_results_and_gradients_of_long_sequences(window: int | None) -> None:
-    spans = [300, 1, CPU_ROWS[4], CPU_ROWS[4] + 1]
+    spans = [300, 1, CPU_ROWS[4], CPU_ROWS[4] + 1, CPU_WHOLE[4]]
     inputs = tensors(spans)
     pieces = zip(*(t.split(spans, dim=2) for t in inputs), strict=True)
     expected = torch.cat([written_out(*piece, window) for piece in pieces], dim=1)
@@ -52,7 +52,7 @@ def test_queries_after_a_prefix(window: int | None) -> None:
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("window", [None, 200, 5000])
 def test_saved_memory_is_proportional_to_the_length(window: int | None) -> None:
     def saved_bytes(length: int) -> int:
         storages: dict[int, torch.UntypedStorage] = {}
@@ -69,7 +69,8 @@ def test_saved_memory_is_proportional_to_the_length(window: int | None) -> None:
     assert saved_bytes(4096) < 2.05 * saved_bytes(2048)
 
 
-def test_only_long_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 those from 129 to 767 tokens are; from 768 tokens on, only for a shorter window or dropout."""
     rows = []
     kernel = torch.nn.functional.scaled_dot_product_attention
 
@@ -81,4 +82,9 @@ def test_only_long_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         with torch.no_grad():
             packed_sdpa(*(t.to(dtype) for t in tensors([300, 100])), [300, 100], window=None, **OPTIONS)
-    assert rows == [128, 128, 44, 100, 256, 44, 100]
+    assert rows == [128, 128, 44, 100, 300, 100]
+    rows.clear()
+    with torch.no_grad():
+        for window, dropout in ((None, 0.0), (768, 0.0), (767, 0.0), (None, 0.1)):
+            packed_sdpa(*tensors([768]), [768], window=window, scale=None, dropout=dropout)
+    assert rows == 2 * [768] + 2 * 6 * [128]

@@ -174,7 +174,7 @@ def test_what_stages_hold(sizes: dict[str, Any], expected: list[list[str]]) -> N
     assert pipeline_split.chunk_layers(layout, 8) == expected
 
 
-@pytest.mark.parametrize("length", [1, 128, 129, 500, 1024])
+@pytest.mark.parametrize("length", [1, 128, 129, 500, 767, 768])
 def test_masks_are_those_that_attention_makes(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
