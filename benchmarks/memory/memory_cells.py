@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from benchmarks.compose import composed
 from benchmarks.memory.memory_ranks import measure
+from components.engines.fsdp2.compile import choose_kernels
 from components.preflight.engine_layouts import EngineLayout, memory
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 from components.reference.source import resolve_reference
@@ -176,6 +177,7 @@ def estimated(
     experiment: Experiment, world_size: int, workload: MicrobatchShape, device: Literal["cpu", "cuda"]
 ) -> list[RankMemory]:
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    model = experiment.model.build(experiment.model.config())
     step = MemoryInputs(
         world_size=world_size,
         dtype=DTYPES[experiment.run.dtype],
@@ -185,7 +187,7 @@ def estimated(
         reference=source.engine_mode,
         adapter=experiment.adapter,
         weight_copies=sum(hook.weight_copies for hook in experiment.hook.values()),
+        blocked_norms=choose_kernels("auto", model, device, compiled=False) == "blocked",
     )
-    model = experiment.model.build(experiment.model.config())
     assert isinstance(experiment.parallelism, EngineLayout)
     return memory(experiment.parallelism, model, experiment.optimizer, step)

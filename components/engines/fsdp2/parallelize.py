@@ -20,7 +20,8 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.contracts.loss import TokenStats
 from components.engines.fsdp2 import float8
-from components.engines.fsdp2.compile import apply_liger, choose_kernels
+from components.engines.fsdp2.blocked_norm import apply_blocked_norms
+from components.engines.fsdp2.compile import BlockKernels, apply_liger, choose_kernels
 from components.engines.fsdp2.context_parallel import ContextParallel, ModelInput
 from components.engines.fsdp2.fsdp_private import InPlaceReduceScatter, fsdp_modules
 from components.engines.fsdp2.grouped_experts import (
@@ -75,7 +76,7 @@ class LogProbModel(nn.Module):
         self.neftune, self.noise = NO_NOISE, NoisyEmbedding()
         self.vocabulary: VocabularyShard | None = None
         """This rank's rows of the head. None means that there is no tensor parallelism."""
-        self.kernels: Literal["torch", "liger"] = "torch"
+        self.kernels: BlockKernels = "torch"
         self.offloading: ActivationOffloading | None = None
         self.in_place_reduction: InPlaceReduceScatter | None = None
         """The memory of reductions of gradients. None means FSDP's own."""
@@ -211,6 +212,8 @@ def build_model(
     scorer.kernels = choose_kernels(options.kernels, scorer.lm, device.type, compiled=options.compiled)
     if scorer.kernels == "liger":
         apply_liger(scorer.lm)
+    elif scorer.kernels == "blocked":
+        apply_blocked_norms(scorer.lm)
     blocks = decoder_blocks(scorer.lm)
     for block in blocks if options.compiled else ():
         # Only the forward inside FSDP's hooks is compiled, and the blocks share the compiled code.

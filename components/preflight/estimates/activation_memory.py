@@ -48,6 +48,8 @@ class RunShape:
     recompute: Recompute
     modules: tuple[Module, ...] = ()
     """Modules of every block that are recomputed if ``recompute`` is ``selective``."""
+    blocked_norms: bool = False
+    """Whether norms are computed in blocks, which save their input and write only their results."""
 
     @property
     def size(self) -> int:
@@ -98,9 +100,11 @@ class BlockActivations:
     hidden: int
     norms: int
     """Number of norms over the hidden size."""
-    norm: int
-    """Bytes that a norm saves per element: its input in fp32 and, if the weight is trained, its result before
-    the multiplication by the weight."""
+    norm_input: int
+    """Bytes per element of the input that a norm saves: in fp32, or in ``run.dtype`` if it is the input
+    itself."""
+    norm_product: int
+    """Bytes per element of a norm's result before the multiplication by its weight, if it is saved."""
     normed_heads: int
     """Width of queries and keys if they have their own norms, otherwise 0."""
     attended: int
@@ -116,7 +120,8 @@ class BlockActivations:
     masks: int
     """Bytes of the attention masks of a micro-batch."""
     norm_gradients: int = 0
-    """Bytes per element that the backward pass of a norm needs at the same time."""
+    """Bytes per element that the backward pass of a norm needs at the same time, apart from the gradient of
+    its result. 0 means that they are few."""
     dora: int = 0
     """Width of the results of matrices with a learned norm, and of their adapters, which DoRA saves."""
     dora_products: int = 0
@@ -129,6 +134,11 @@ class BlockActivations:
     """Whether the MLP is dense or has experts."""
     is_mtp: bool = False
     """Whether the block predicts a later token (MTP): it also saves embeddings, and has three more norms."""
+
+    @property
+    def norm(self) -> int:
+        """Bytes that a norm saves per element."""
+        return self.norm_input + self.norm_product
 
     def not_recomputed(self) -> "BlockActivations":
         return replace(self, run=replace(self.run, recompute="none"))
@@ -197,7 +207,7 @@ class BlockActivations:
 
         All tensors of the MLP have been freed. DoRA needs the most memory before there are any gradients.
         """
-        freed = self.mlp.kept * self.run.size + self.hidden * (self.norm - FP32 + self.run.size)
+        freed = self.mlp.kept * self.run.size + self.hidden * (self.norm_product + self.run.size)
         of_norm = self.hidden * self.norm_gradients - freed
         gradients = int(tokens * (self.hidden * self.run.size + of_norm))
         return self.again(tokens) + max(gradients, self.dora_products * self.run.size)
@@ -208,7 +218,7 @@ class BlockActivations:
         The inputs of an MTP layer are not among them if its norms save them in fp32.
         """
         if self.run.recompute == "full":
-            copied = self.is_mtp and self.norm_gradients and self.run.size < FP32
+            copied = self.is_mtp and self.norm_gradients and self.run.size < self.norm_input
             return self.full_attention(tokens) - (0 if copied else self.saved(tokens))
         return max(self.recomputed(tokens), default=0)  # one module after the other
 

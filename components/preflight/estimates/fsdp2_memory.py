@@ -141,7 +141,8 @@ def memory(
 ) -> list[RankMemory]:
     """Estimate the peak memory of a rank; FSDP2 has one pipeline stage."""
     how = layout.activation_checkpointing
-    run = RunShape(step.dtype, step.device, how, recomputed_modules(how, layout.recompute_modules))
+    modules = recomputed_modules(how, layout.recompute_modules)
+    run = RunShape(step.dtype, step.device, how, modules, step.blocked_norms)
     tokens = step.microbatch.rows * -(-step.microbatch.length // layout.cp)
     linears = float8_linears(model) if step.float8 else {}
     in_float8 = linears if layout.fp8_all_gather else ()
@@ -655,8 +656,9 @@ def block_activations(
         run,
         hidden=config.hidden_size,
         norms=norms_of_hidden(model),
-        norm=FP32 + (run.size if adapter is None else 0),
-        norm_gradients=NORM_GRADIENTS * FP32,
+        norm_input=run.size if run.blocked_norms else FP32,
+        norm_product=0 if run.blocked_norms or adapter is not None else run.size,
+        norm_gradients=run.size if run.blocked_norms else NORM_GRADIENTS * FP32,
         normed_heads=query + key if norms_heads(model) else 0,
         attended=attended,
         result=number * of.value,

@@ -482,13 +482,14 @@ def block_activations(
     if of.latent:
         attends, padded = latent_widths(config, run, number, copies_values=True)
         rotated = config.qk_rope_head_dim
-    norm = run.size if run.device == "cuda" else FP32 + (FP32 if adapter is None else 0)
+    is_kernel = run.device == "cuda"
     kept = 3 if layout.fuses_activation(run.device) else 5
     plain = BlockActivations(
         run,
         hidden=config.hidden_size // (tp if layout.sequence_parallel else 1),
         norms=norms_of_hidden(model),
-        norm=norm,
+        norm_input=run.size if is_kernel else FP32,
+        norm_product=0 if is_kernel or adapter is not None else FP32,
         normed_heads=query + key if normed else 0,
         attended=attends + 4 * rotated,
         result=number * of.value,

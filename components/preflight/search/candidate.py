@@ -12,6 +12,7 @@ from components.contracts.configs import Prepared
 from components.contracts.engine import EngineOptions, Kernels, Reference
 from components.contracts.json_types import Config
 from components.contracts.loss import Loss
+from components.engines.fsdp2.compile import choose_kernels
 from components.engines.shared.parallel_dims import divisors
 from components.optimizers import Optimizer
 from components.preflight.checks import check_batch, check_shared_prompt
@@ -76,6 +77,7 @@ class Candidate:
     @cached_property
     def memory(self) -> list[RankMemory]:
         """Peak memory in a train step of one rank of each pipeline stage."""
+        kernels = choose_kernels(self.kernels, self.model, self.device.kind, compiled=self.compiled)
         step = MemoryInputs(
             world_size=self.world_size,
             dtype=self.dtype,
@@ -87,6 +89,7 @@ class Candidate:
             adapter=self.adapter,
             float8=self.float8,
             weight_copies=self.weight_copies,
+            blocked_norms=kernels == "blocked",
         )
         return memory(self.layout, self.model, self.optimizer, step)
 
