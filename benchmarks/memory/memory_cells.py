@@ -177,17 +177,17 @@ def estimated(
     experiment: Experiment, world_size: int, workload: MicrobatchShape, device: Literal["cpu", "cuda"]
 ) -> list[RankMemory]:
     source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
-    model = experiment.model.build(experiment.model.config())
+    run, model = experiment.run, experiment.model.build(experiment.model.config())
     step = MemoryInputs(
         world_size=world_size,
-        dtype=DTYPES[experiment.run.dtype],
+        dtype=DTYPES[run.dtype],
         device=device,
         microbatch=workload,
         loss=experiment.stage,
         reference=source.engine_mode,
         adapter=experiment.adapter,
         weight_copies=sum(hook.weight_copies for hook in experiment.hook.values()),
-        blocked_norms=choose_kernels("auto", model, device, compiled=False) == "blocked",
+        tiled_norms=choose_kernels(run.kernels, model, device, compiled=run.compile) == "tiled",
     )
     assert isinstance(experiment.parallelism, EngineLayout)
     return memory(experiment.parallelism, model, experiment.optimizer, step)

@@ -9,13 +9,13 @@ from transformers import PreTrainedModel
 from components.contracts.device import DeviceKind
 from components.contracts.engine import Kernels
 from components.contracts.errors import ConfigError
-from components.engines.fsdp2.blocked_norm import has_rms_norms
 from components.engines.fsdp2.grouped_experts import grouped_experts
+from components.engines.fsdp2.tiled_norm import has_replaceable_norms
 from components.engines.shared.torch_private import has_cpp_compiler
 
-BlockKernels = Literal["torch", "liger", "blocked"]
-"""Kernels of the norms and MLPs of a model: those of torch, those of Liger, or on a CPU those of torch with
-norms in blocks (``blocked_norm``)."""
+ChosenKernels = Literal["torch", "liger", "tiled"]
+"""Kernels of the norms and MLPs of a model: those of torch, those of Liger, or those of torch with
+``tiled_norm``, on a CPU."""
 
 
 def check(model: PreTrainedModel, device: DeviceKind, *, compiled: bool, kernels: Kernels) -> None:
@@ -55,17 +55,17 @@ def has_liger(model: PreTrainedModel) -> bool:
     return model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
-def choose_kernels(asked: Kernels, model: PreTrainedModel, device: str, *, compiled: bool) -> BlockKernels:
+def choose_kernels(asked: Kernels, model: PreTrainedModel, device: str, *, compiled: bool) -> ChosenKernels:
     """Return the kernels to use, ``asked`` unless it is ``auto``.
 
     ``auto`` means those of torch if torch.compile is used. Otherwise it means Liger's kernels on a CUDA GPU,
-    and norms in blocks on a CPU, if they support the model.
+    and tiled norms on a CPU, if they support the model.
     """
     if asked != "auto":
         return asked
     if device == "cuda" and not compiled and has_liger(model):
         return "liger"
-    return "blocked" if device == "cpu" and not compiled and has_rms_norms(model) else "torch"
+    return "tiled" if device == "cpu" and not compiled and has_replaceable_norms(model) else "torch"
 
 
 def apply_liger(model: PreTrainedModel) -> None:

@@ -20,8 +20,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.contracts.loss import TokenStats
 from components.engines.fsdp2 import float8
-from components.engines.fsdp2.blocked_norm import apply_blocked_norms
-from components.engines.fsdp2.compile import BlockKernels, apply_liger, choose_kernels
+from components.engines.fsdp2.compile import ChosenKernels, apply_liger, choose_kernels
 from components.engines.fsdp2.context_parallel import ContextParallel, ModelInput
 from components.engines.fsdp2.fsdp_private import InPlaceReduceScatter, fsdp_modules
 from components.engines.fsdp2.grouped_experts import (
@@ -48,6 +47,7 @@ from components.engines.fsdp2.moe_router_hooks import RouterHooks
 from components.engines.fsdp2.mtp import MTPHead
 from components.engines.fsdp2.param_views import ParamView
 from components.engines.fsdp2.tensor_parallel import CopyToTP, apply_tp, first_row, local
+from components.engines.fsdp2.tiled_norm import apply_tiled_norms
 from components.engines.shared.activation_offloading import ActivationOffloading
 from components.engines.shared.neftune import NO_NOISE, NoisyEmbedding
 from components.engines.shared.recomputation import recomputed_modules
@@ -76,7 +76,7 @@ class LogProbModel(nn.Module):
         self.neftune, self.noise = NO_NOISE, NoisyEmbedding()
         self.vocabulary: VocabularyShard | None = None
         """This rank's rows of the head. None means that there is no tensor parallelism."""
-        self.kernels: BlockKernels = "torch"
+        self.kernels: ChosenKernels = "torch"
         self.offloading: ActivationOffloading | None = None
         self.in_place_reduction: InPlaceReduceScatter | None = None
         """The memory of reductions of gradients. None means FSDP's own."""
@@ -212,8 +212,8 @@ def build_model(
     scorer.kernels = choose_kernels(options.kernels, scorer.lm, device.type, compiled=options.compiled)
     if scorer.kernels == "liger":
         apply_liger(scorer.lm)
-    elif scorer.kernels == "blocked":
-        apply_blocked_norms(scorer.lm)
+    elif scorer.kernels == "tiled":
+        apply_tiled_norms(scorer.lm)
     blocks = decoder_blocks(scorer.lm)
     for block in blocks if options.compiled else ():
         # Only the forward inside FSDP's hooks is compiled, and the blocks share the compiled code.

@@ -24,10 +24,11 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """Operators of aten, each with a second form ``.out``, which compiled code calls."""
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu_backward"
 """Another operator of aten that multiplies matrices. Its forward is fast in half precision."""
-SHORT = 384 * 64
-"""Maximum of keys times head dimension with which ``ATTENTION`` is faster in fp32 on every CPU. In bf16 and
-fp16, torch's kernel computes blocks of 512 keys even for a shorter sequence: forward and backward of 6 heads
-and 128 tokens took 3.6 ms, and 1.5 ms with the backward pass in fp32."""
+SHORT_SEQUENCE = 384 * 64
+"""Maximum of keys times head dimension up to which ``ATTENTION`` is computed in fp32, also on a CPU with such
+instructions. In half precision, torch's kernel computes blocks of 512 keys even for a shorter sequence: on a
+Xeon with AMX, forward and backward of 6 heads and 128 tokens took 3.6 ms in bf16, and 1.5 ms with the
+backward pass in fp32."""
 
 
 def needs_fp32_products(device: DeviceKind, dtype: torch.dtype) -> bool:
@@ -38,8 +39,9 @@ def needs_fp32_products(device: DeviceKind, dtype: torch.dtype) -> bool:
 def avoid_slow_products(device: DeviceKind, dtype: torch.dtype) -> None:
     """Compute products in fp32 in this process from now on, as far as ``device`` and ``dtype`` need it."""
     if needs_fp32_products(device, dtype):
+        install_fp32_attention.cache_clear()  # the same kernel is replaced
         install_fp32_products()
-    elif device == "cpu" and dtype in HALF:
+    elif device == "cpu" and dtype in HALF and not install_fp32_products.cache_info().currsize:
         install_fp32_attention()
 
 
@@ -55,7 +57,7 @@ def install_fp32_products() -> Library:
 
 @cache
 def install_fp32_attention() -> Library:
-    """Compute the backward pass of attention in half precision over ``SHORT`` keys in fp32, on the CPU.
+    """Compute the backward pass of attention over a ``SHORT_SEQUENCE`` in fp32, on the CPU.
 
     This lasts until the cache of this function is cleared.
     """
@@ -85,8 +87,8 @@ def attention_in_fp32_if_short(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``kernel``, the one of ``ATTENTION``, in fp32 if there are few keys ``[B, heads, T, D]``."""
-    is_short = key.shape[2] * key.shape[3] <= SHORT
+    """Call ``kernel``, that of ``ATTENTION``, in fp32 for a short sequence of keys ``[B, heads, T, D]``."""
+    is_short = key.shape[2] * key.shape[3] <= SHORT_SEQUENCE
     call = partial(call_in_fp32, kernel) if is_short else kernel.call_boxed
     return call(keys, gradient, query, key, *args, **kwargs)
 

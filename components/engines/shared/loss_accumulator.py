@@ -109,8 +109,9 @@ def tensor_norms(tensors: list[Tensor]) -> Tensor:
 def norm_of_blocks(tensor: Tensor) -> Tensor:
     """Return the L2 norm of a tensor in host memory as a float64 scalar, accurate to 3e-7.
 
-    Norms of blocks are in float32, because a CPU needs five times as long to convert every element to
-    float64. They are combined in float64, with that of the elements after the last whole block.
+    The squares of the elements must be within the range of float32. Norms of blocks are in float32, because a
+    CPU needs five times as long to convert every element to float64. They are combined in float64, with that
+    of the elements after the last whole block.
     """
     flat = tensor.reshape(-1)
     end = len(flat) - len(flat) % NORM_BLOCK

@@ -4,8 +4,8 @@ No number is fitted. The activation memory of a block is the set of tensors that
 operators of the engines. Per token, in elements, with hidden size H, query width Q (the heads of the rank),
 key-value width K and MLP width I:
 
-    norms of the hidden state   input and result of each (``BlockActivations.norm``), and the 2H inputs of the
-                                matrices after two of them
+    norms of the hidden state   the tensors that each saves (``BlockActivations.norm``), and the 2H inputs of
+                                the matrices after two of them
     norms of heads              the same for Q and K, if the architecture has them
     attention                   its inputs, Q + 2K, or 3Q in fp32 on a GPU; its result, Q; logsumexp; and Q
                                 again, the input of the output projection, unless one kernel computes all
@@ -16,8 +16,8 @@ key-value width K and MLP width I:
     MLP                         gate, its activation, up, and the product of these: 4I
     experts                     see ``moe_activations``
 
-Compiled blocks and the kernels of liger and transformer-engine save less. A packed row is treated as one
-sequence, which has the largest mask (CPU). Memory of allocators and libraries is not included.
+Compiled blocks and the kernels of liger and transformer-engine save less. Memory of allocators and libraries
+is not included.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,13 +25,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from transformers import PreTrainedConfig
 
 from components.contracts.device import DeviceKind
 from components.engines.shared.half_matmul import needs_fp32_products
 from components.engines.shared.recomputation import Module
-from components.engines.shared.sdpa import queries_per_call
+from components.engines.shared.sdpa import CPU_ROWS, CPU_WHOLE
 from components.engines.shared.token_log_probs import chunk_size
 from components.engines.shared.vocab_parallel import FullVocabulary
+from components.models.attention_shape import attention_shape
 
 Recompute = Literal["none", "full", "selective"]
 Bytes = dict[str, int]
@@ -48,8 +50,8 @@ class RunShape:
     recompute: Recompute
     modules: tuple[Module, ...] = ()
     """Modules of every block that are recomputed if ``recompute`` is ``selective``."""
-    blocked_norms: bool = False
-    """Whether norms are computed in blocks, which save their input and write only their results."""
+    tiled_norms: bool = False
+    """Whether norms are computed in tiles: they save their input itself, and write only results to memory."""
 
     @property
     def size(self) -> int:
@@ -120,8 +122,7 @@ class BlockActivations:
     masks: int
     """Bytes of the attention masks of a micro-batch."""
     norm_gradients: int = 0
-    """Bytes per element that the backward pass of a norm needs at the same time, apart from the gradient of
-    its result. 0 means that they are few."""
+    """Bytes per element that the backward pass of a norm needs at the same time. 0 means few."""
     dora: int = 0
     """Width of the results of matrices with a learned norm, and of their adapters, which DoRA saves."""
     dora_products: int = 0
@@ -231,10 +232,18 @@ class BlockActivations:
         return int(tokens * (3 * self.hidden + self.mlp.products)) * self.run.size
 
 
-def mask_bytes(longest: int, run: RunShape) -> int:
-    """Return the bytes of the mask of one sequence; each call of torch's CPU kernel gets a view of it."""
-    rows = queries_per_call(longest, run.size, may_be_whole=True)
-    return rows * longest * run.size if run.device == "cpu" and longest > rows else 0
+def mask_bytes(longest: int, run: RunShape, config: PreTrainedConfig) -> int:
+    """Return the bytes of the masks of a row of ``longest`` tokens, of which torch's CPU kernel gets views.
+
+    This is an upper bound if the row is one sequence, or if there is a window. A row of several sequences has
+    as many masks, which together are as wide. Masks of shared prompts are not included.
+    """
+    of, window = attention_shape(config), getattr(config.get_text_config(), "sliding_window", None) or longest
+    limit = CPU_ROWS[run.size]
+    may_be_whole = of.key == of.value and not getattr(config, "attention_dropout", 0)
+    cut = longest > limit and not (may_be_whole and limit >= CPU_WHOLE[run.size])
+    masked = run.device == "cpu" and (cut or window < longest)
+    return min(longest, limit) * longest * run.size if masked else 0
 
 
 def head_activations(

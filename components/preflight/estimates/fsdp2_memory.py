@@ -142,7 +142,7 @@ def memory(
     """Estimate the peak memory of a rank; FSDP2 has one pipeline stage."""
     how = layout.activation_checkpointing
     modules = recomputed_modules(how, layout.recompute_modules)
-    run = RunShape(step.dtype, step.device, how, modules, step.blocked_norms)
+    run = RunShape(step.dtype, step.device, how, modules, step.tiled_norms)
     tokens = step.microbatch.rows * -(-step.microbatch.length // layout.cp)
     linears = float8_linears(model) if step.float8 else {}
     in_float8 = linears if layout.fp8_all_gather else ()
@@ -656,9 +656,9 @@ def block_activations(
         run,
         hidden=config.hidden_size,
         norms=norms_of_hidden(model),
-        norm_input=run.size if run.blocked_norms else FP32,
-        norm_product=0 if run.blocked_norms or adapter is not None else run.size,
-        norm_gradients=run.size if run.blocked_norms else NORM_GRADIENTS * FP32,
+        norm_input=run.size if run.tiled_norms else FP32,
+        norm_product=0 if run.tiled_norms or adapter is not None else run.size,
+        norm_gradients=2 * run.size if run.tiled_norms else NORM_GRADIENTS * FP32,
         normed_heads=query + key if norms_heads(model) else 0,
         attended=attended,
         result=number * of.value,
@@ -666,7 +666,7 @@ def block_activations(
         heads=number,
         mlp=mlp_activations(intermediate_size(config) // layout.tp),
         latent=of.latent,
-        masks=workload.rows * mask_bytes(workload.length, run),
+        masks=workload.rows * mask_bytes(workload.length, run, config),
     )
     other, routed = plain, moe_block_numbers(model)
     if routed:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from components.adapters import LoRA
 from components.engines.megatron import float8, pipeline_split
@@ -216,11 +216,8 @@ class StageMemory:
             yield self.during_experts()
         if self.holds("E"):
             yield self.during_embedding()
-        if self.blocks[0].run.device != "cpu":
-            return  # the norm and the update are kernels that make no copies
-        # The norm of the gradient is summed in float64, one matrix after the other.
-        yield {"buffers": 8 * max(self.weights.matrix, self.weights.embedding) // self.shards.plain}
-        if self.shards.plain > 1:  # gloo gathers the updated weights into a copy
+        if self.blocks[0].run.device == "cpu" and self.shards.plain > 1:
+            # Gloo gathers the updated weights into a copy.
             yield {"buffers": self.weights.trained * self.size}
 
     def during_head(self) -> Bytes:
@@ -497,7 +494,7 @@ def block_activations(
         heads=number,
         mlp=mlp_activations(config.intermediate_size // tp, kept),
         latent=of.latent,
-        masks=workload.rows * masks_of_a_row(layout, workload.length, run),
+        masks=workload.rows * masks_of_a_row(layout, workload.length, run, config),
     )
     other, routed = plain, moe_block_numbers(model)
     if routed:
@@ -536,12 +533,12 @@ def attended(layout: Layout, query: int, both: int, repeated: int | None, *, nor
     return query + copies + (fused if normed else 0)
 
 
-def masks_of_a_row(layout: Layout, length: int, run: RunShape) -> int:
+def masks_of_a_row(layout: Layout, length: int, run: RunShape, config: PreTrainedConfig) -> int:
     """Return the bytes of the masks of a row.
 
     If cp ranks gather keys, each rank has two of ``2 cp`` chunks, which attend to ``2 cp + 1`` chunks in all.
     """
     if layout.cp == 1 or layout.cp_comm_type == "a2a" or run.has_kernel:
-        return mask_bytes(length, run)
+        return mask_bytes(length, run, config)
     chunk = -(-length // (2 * layout.cp))
     return chunk * chunk * (2 * layout.cp + 1) * run.size

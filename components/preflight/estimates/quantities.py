@@ -45,8 +45,8 @@ class MemoryInputs:
     """Whether matrix products of linear layers are in float8."""
     weight_copies: int = 0
     """Number of fp32 copies of the trained weights that hooks keep."""
-    blocked_norms: bool = False
-    """Whether FSDP2 computes norms in blocks, which have the size of a cache."""
+    tiled_norms: bool = False
+    """Whether FSDP2 computes norms in tiles, whose temporary tensors are small."""
 
 
 @dataclass(frozen=True)

@@ -77,11 +77,11 @@ class Candidate:
     @cached_property
     def memory(self) -> list[RankMemory]:
         """Peak memory in a train step of one rank of each pipeline stage."""
-        kernels = choose_kernels(self.kernels, self.model, self.device.kind, compiled=self.compiled)
+        kind = self.device.kind
         step = MemoryInputs(
             world_size=self.world_size,
             dtype=self.dtype,
-            device=self.device.kind,
+            device=kind,
             microbatch=self.microbatch,
             loss=self.loss,
             reference=self.reference,
@@ -89,7 +89,8 @@ class Candidate:
             adapter=self.adapter,
             float8=self.float8,
             weight_copies=self.weight_copies,
-            blocked_norms=kernels == "blocked",
+            tiled_norms=kind == "cpu"
+            and choose_kernels(self.kernels, self.model, kind, compiled=self.compiled) == "tiled",
         )
         return memory(self.layout, self.model, self.optimizer, step)
 

@@ -25,7 +25,7 @@ NEEDS_LIGER = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="lige
         ("auto", "cuda", False, True, "liger"),
         ("auto", "cuda", True, True, "torch"),
         ("auto", "cuda", False, False, "torch"),
-        ("auto", "cpu", False, True, "blocked"),
+        ("auto", "cpu", False, True, "tiled"),
         ("auto", "cpu", True, True, "torch"),
         ("torch", "cpu", False, True, "torch"),
         ("torch", "cuda", False, True, "torch"),

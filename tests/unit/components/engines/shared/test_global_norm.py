@@ -1,4 +1,4 @@
-"""The gradient norm is accurate, without a float64 copy of any gradient."""
+"""The gradient norm is accurate, without a copy of any gradient in float64."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -50,6 +50,26 @@ def test_the_norm(sizes: tuple[int, ...]) -> None:
 def test_columns_of_a_matrix_have_the_same_norm_as_a_copy() -> None:
     shard = torch.randn(300, 100)[:, :50]
     assert torch.equal(tensor_norms([shard]), tensor_norms([shard.contiguous()]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_cpu_no_gradient_is_copied_to_float64(dtype: torch.dtype) -> None:
+    wide: list[torch.Size] = []
+
+    class Results(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **kwargs or {})
+            if isinstance(result, Tensor) and result.dtype == torch.float64:
+                wide.append(result.shape)
+            return result
+
+    gradient = torch.randn(100, 3000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with Results():
+        (found,) = tensor_norms([gradient])
+    assert max(shape.numel() for shape in wide) <= 300_000 // NORM_BLOCK + 1
+    assert found.item() == pytest.approx(gradient.double().norm().item(), rel=3e-7)
 
 
 def test_large_tensors_of_a_gpu_are_read_by_one_operator() -> None:

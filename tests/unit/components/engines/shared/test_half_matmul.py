@@ -10,7 +10,7 @@ from torch import Tensor
 
 from components.engines.shared import half_matmul
 from components.engines.shared.half_matmul import (
-    SHORT,
+    SHORT_SEQUENCE,
     avoid_slow_products,
     install_fp32_attention,
     install_fp32_products,
@@ -30,6 +30,8 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         return original(argument)
 
     monkeypatch.setattr(half_matmul, "to_fp32", to_fp32)
+    for install in (install_fp32_products, install_fp32_attention):
+        install.cache_clear()
     return converted
 
 
@@ -105,9 +107,9 @@ def test_gradients_of_a_product_and_of_attention(products: list[torch.dtype]) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_over_a_short_sequence(short_attention: list[torch.dtype], dtype: torch.dtype) -> None:
-    """Its gradients are the rounded ones of fp32, for the same rounded output of the forward pass."""
+    """Its gradients are computed in fp32, from the rounded output of the forward pass."""
     torch.manual_seed(0)
-    longest = SHORT // 64
+    longest = SHORT_SEQUENCE // 64
     q, k, v = torch.randn(3, 1, 2, longest + 1, 64).to(dtype)
     gradient(q, k, v)
     torch.ones(2, 2).to(dtype) @ torch.ones(2, 2).to(dtype)
@@ -142,9 +144,25 @@ def test_torch_computes_its_own_products_again(products: list[torch.dtype]) -> N
 def test_which_products_are_computed_in_fp32(
     monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, is_fast: bool, installed: list[str]
 ) -> None:
-    calls: list[str] = []
     monkeypatch.setattr(half_matmul, "has_fast_product", lambda _: is_fast)
-    monkeypatch.setattr(half_matmul, "install_fp32_products", lambda: calls.append("products"))
-    monkeypatch.setattr(half_matmul, "install_fp32_attention", lambda: calls.append("attention"))
+    installers = {"products": install_fp32_products, "attention": install_fp32_attention}
+    for installer in installers.values():
+        installer.cache_clear()
     avoid_slow_products(device, dtype)
-    assert calls == installed
+    found = [name for name, installer in installers.items() if installer.cache_info().currsize]
+    for installer in installers.values():
+        installer.cache_clear()
+    assert found == installed
+
+
+def test_attention_is_replaced_once(monkeypatch: pytest.MonkeyPatch, products: list[torch.dtype]) -> None:
+    """In a process that trains in bf16, with instructions for it, and in fp16, without, in either order."""
+    monkeypatch.setattr(half_matmul, "has_fast_product", lambda dtype: dtype == torch.bfloat16)
+    for dtypes in ((torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)):
+        install_fp32_products.cache_clear()
+        for dtype in dtypes:
+            avoid_slow_products("cpu", dtype)
+        assert install_fp32_products.cache_info().currsize
+        assert not install_fp32_attention.cache_info().currsize
+    torch.ones(2, 2).half() @ torch.ones(2, 2).half()
+    assert products == 2 * [torch.float16]

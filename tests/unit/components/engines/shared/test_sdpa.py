@@ -70,7 +70,7 @@ def test_saved_memory_is_proportional_to_the_length(window: int | None) -> None:
 
 
 def test_which_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32 those from 129 to 767 tokens are; from 768 tokens on, only for a shorter window or dropout."""
+    """In fp32 all from 129 to 767 tokens are; longer ones only if they need a mask or have no kernel."""
     rows = []
     kernel = torch.nn.functional.scaled_dot_product_attention
 
@@ -87,4 +87,7 @@ def test_which_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         for window, dropout in ((None, 0.0), (768, 0.0), (767, 0.0), (None, 0.1)):
             packed_sdpa(*tensors([768]), [768], window=window, scale=None, dropout=dropout)
-    assert rows == 2 * [768] + 2 * 6 * [128]
+        query, key, value = tensors([769])
+        packed_sdpa(query, key, value[..., :4], [769], window=None, **OPTIONS)
+        packed_sdpa(query[:, :, 1:], key, value, [768], [769], window=None, **OPTIONS)
+    assert rows == [768, 768, *6 * [128], *6 * [128], *6 * [128], 1, *6 * [128]]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MistralConfig
 
 from benchmarks.compose import composed
 from components.engines.megatron import pipeline_split
@@ -174,8 +175,21 @@ def test_what_stages_hold(sizes: dict[str, Any], expected: list[list[str]]) -> N
     assert pipeline_split.chunk_layers(layout, 8) == expected
 
 
-@pytest.mark.parametrize("length", [1, 128, 129, 500, 767, 768])
-def test_masks_are_those_that_attention_makes(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "length", "options"),
+    [
+        *((torch.float32, length, {}) for length in (1, 128, 129, 500, 767)),
+        (torch.bfloat16, 767, {}),
+        (torch.bfloat16, 256, {"sliding_window": 100}),
+        (torch.bfloat16, 767, {"sliding_window": 766}),
+        (torch.bfloat16, 767, {"sliding_window": 767}),
+        (torch.bfloat16, 767, {"attention_dropout": 0.1}),
+    ],
+    ids=str,
+)
+def test_masks_are_those_that_attention_makes(
+    dtype: torch.dtype, length: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = []
 
     def recorded(*arguments: Any) -> torch.Tensor:
@@ -183,10 +197,19 @@ def test_masks_are_those_that_attention_makes(length: int, monkeypatch: pytest.M
         return made[-1]
 
     monkeypatch.setattr("components.engines.shared.sdpa.additive_mask", recorded)
-    inputs = (torch.randn(1, 2, length, 8) for _ in range(3))
-    packed_sdpa(*inputs, [length], window=None, scale=None, dropout=0.0)
-    found = mask_bytes(length, RunShape(torch.float32, "cpu", "none"))
+    inputs = (torch.randn(1, 2, length, 8, dtype=dtype) for _ in range(3))
+    config = MistralConfig(hidden_size=16, num_attention_heads=2, **{"sliding_window": None} | options)
+    dropout = config.attention_dropout
+    packed_sdpa(*inputs, [length], window=config.sliding_window, scale=None, dropout=dropout)
+    found = mask_bytes(length, RunShape(dtype, "cpu", "none"), config)
     assert found == sum(mask.nbytes for mask in made)
+
+
+def test_masks_of_a_packed_row_are_at_most_those_that_are_estimated() -> None:
+    """A row of 1024 tokens may be one sequence without a mask, or two that each have one."""
+    config = MistralConfig(hidden_size=16, num_attention_heads=2, sliding_window=None)
+    shape = RunShape(torch.float32, "cpu", "none")
+    assert mask_bytes(1024, shape, config) == 2 * mask_bytes(512, shape, config) > 0
 
 
 def test_averages_of_weights_are_where_the_engine_keeps_its_weights() -> None:
