@@ -90,7 +90,7 @@ def causal_sdpa(
 
 
 def needs_mask(queries: int, keys: int, window: int | None) -> bool:
-    """Return whether the causal mask of as many queries as keys is not the mask of the last ``queries``."""
+    """Return whether the last ``queries`` of ``keys`` tokens need another mask than the square causal one."""
     return keys > queries or (window is not None and window < queries)
 
 
