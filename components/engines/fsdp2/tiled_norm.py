@@ -89,11 +89,11 @@ def is_replaceable(module: nn.Module) -> bool:
     Cohere's norms subtract the mean, for example, and gated norms have a second input.
     """
     kind: Any = type(module)
-    names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] or not kind.__module__.startswith("transformers.models."):
+    if not hasattr(module, "variance_epsilon") or not kind.__module__.startswith("transformers.models."):
         return False
-    plain = list(inspect.signature(kind.forward).parameters) == ["self", "hidden_states"]
-    return plain and hasattr(module, "variance_epsilon") and computes_rms_norm(kind)
+    names = [name for name, _ in module.named_parameters()]
+    inputs = list(inspect.signature(kind.forward).parameters)
+    return names == ["weight"] and inputs == ["self", "hidden_states"] and computes_rms_norm(kind)
 
 
 @cache

@@ -90,7 +90,10 @@ def causal_sdpa(
 
 
 def needs_mask(queries: int, keys: int, window: int | None) -> bool:
-    """Return whether the last ``queries`` of ``keys`` tokens need another mask than the square causal one."""
+    """Return whether attention needs a mask tensor, because the kernel's own causal mask does not suffice.
+
+    The queries are those of the last tokens; each attends to at most the last ``window`` keys before it.
+    """
     return keys > queries or (window is not None and window < queries)
 
 
