@@ -92,7 +92,7 @@ def causal_sdpa(
 def needs_mask(queries: int, keys: int, window: int | None) -> bool:
     """Return whether attention needs a mask tensor, because the kernel's own causal mask does not suffice.
 
-    The queries are those of the last tokens; each attends to at most the last ``window`` keys before it.
+    The queries are those of the last tokens. Each attends to at most ``window`` keys, including its own.
     """
     return keys > queries or (window is not None and window < queries)
 
