@@ -21,7 +21,7 @@ from components.engines.shared import process_group, varlen_attention
 from components.engines.shared import token_log_probs as logps
 from components.engines.shared.loss_accumulator import LossAccumulator
 from components.engines.shared.mtp import add_mtp_losses
-from components.losses import DPO, KTO, ORPO, NextToken, Reward
+from components.losses import CPO, DPO, KTO, ORPO, NextToken, Reward
 from components.models.mtp import MTPConfig
 from tests.distributed.cases import LAYOUTS, sequences, spec
 
@@ -41,6 +41,8 @@ LOSSES: dict[str, Loss] = {
     "every term of dpo": DPO(beta=0.1, label_smoothing=0.0, loss="ipo", rpo_alpha=0.5, ld_alpha=0.5),
     "weighted list of dpo": DPO(beta=0.1, loss=("sigmoid", "bco_pair"), loss_weights=(0.8, 0.2), wpo=True),
     "orpo": ORPO(beta=0.1),
+    "cpo": CPO(beta=0.1, loss="sigmoid", cpo_alpha=1.0),
+    "simpo": CPO(beta=2.0, loss="simpo", cpo_alpha=0.0, simpo_gamma=0.8),
     "kto": KTO(beta=0.1, loss="kto", desirable_weight=1.0, undesirable_weight=1.0),
     "rm": Reward(center_rewards_coefficient=0.1),
 }
