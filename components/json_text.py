@@ -1,12 +1,16 @@
 """Parsing and validation of JSON, which other programs may have written."""
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 
@@ -33,6 +37,14 @@ def parse_json(text: str) -> Any:
     return value
 
 
+@functools.cache
+def validator(kind: Any) -> "TypeAdapter[Any]":
+    """Return pydantic's validator of values of the type ``kind``, which takes milliseconds to make."""
+    from pydantic import TypeAdapter  # slow to import
+
+    return TypeAdapter(kind)
+
+
 def as_type(kind: type[T], value: object) -> T:
     """Validate ``value``, parsed from JSON, and return it as an instance of ``kind``.
 
@@ -41,13 +53,14 @@ def as_type(kind: type[T], value: object) -> T:
     Raises:
         ValueError: if a field is missing or has the wrong type. The message names the field.
     """
-    from pydantic import TypeAdapter, ValidationError  # slow to import
+    from pydantic import ValidationError  # slow to import
 
     try:
-        return TypeAdapter(kind).validate_python(value)
+        checked: T = validator(kind).validate_python(value)  # type: ignore[arg-type]  # a class is hashable
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}") from error
+    return checked
 
 
 def read_json(path: Path) -> Json:

@@ -270,7 +270,7 @@ class ModelSpec:
         Raises:
             ConfigError: if the tensors of the files or of the checkpoint are not those of this model.
         """
-        model = self.build(self.config())
+        model = self.meta_model
         if self.initial_checkpoint is not None:
             shapes = named_shapes(model)
             return checkpoint_weights(self.initial_checkpoint, shapes, INIT_FROM, without_further=model)
@@ -285,10 +285,16 @@ class ModelSpec:
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of this model, with ``add_tokens`` and ``chat_template`` applied.
 
+        It is loaded once. Callers must not change this object.
+
         Raises:
             ConfigError: if the tokenizer or the chat template is missing or unreadable, or if the tokenizer
                 lacks a token of the template.
         """
+        return self._loaded_tokenizer
+
+    @functools.cached_property
+    def _loaded_tokenizer(self) -> PreTrainedTokenizerBase:
         option, folder = self._tokenizer_folder()
         for path in folder.glob("*token*.json"):
             read_json(path)

@@ -396,6 +396,16 @@ def warn_of_random_weights(model: ModelConfig, adapter: AdapterConfig | None) ->
         )
 
 
+def warn_of_constant_reference(sync_every: int, num_steps: int) -> None:
+    """Warn if the run ends before the reference is first mixed with the trained model."""
+    if sync_every > num_steps:
+        log.warning(
+            "stage.sync_reference_every=%d: the run takes %d steps, so the reference stays as it is.",
+            sync_every,
+            num_steps,
+        )
+
+
 def check_adapter(
     adapter: AdapterConfig | None, model: PreTrainedModel, bias_update_rate: float, adds_tokens: bool
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from hydra.utils import get_object
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from typing_extensions import is_protocol
 
 from components.checkpoint import resolve_checkpoint
@@ -19,7 +19,7 @@ from components.contracts.json_types import Config, Json
 from components.contracts.loss import Loss
 from components.contracts.parallelism import ParallelismSpec
 from components.contracts.scheduler import SchedulerSpec
-from components.json_text import one_line
+from components.json_text import one_line, validator
 from components.loggers import LoggerSpec
 from components.targets import described
 from runner.config.run_config import (
@@ -223,7 +223,7 @@ def coerce(name: str, value: object, annotation: Any, where: ConfigSources) -> A
     if isinstance(annotation, type) and is_dataclass(annotation) and isinstance(value, Mapping):
         return construct(annotation, name, value, where)
     try:
-        return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
+        return validator(annotation).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "unexpected_keyword_argument":

@@ -109,6 +109,8 @@ class RunPreparation:
             if experiment.preflight.mode == "check" and experiment.checkpoint.init_from is None:
                 checks.warn_of_random_weights(experiment.model, experiment.adapter)
             data = self.prepare_data()
+            if not run.evaluate_only:
+                checks.warn_of_constant_reference(self.reference.sync_every, data.num_steps)
         if data.streamed:
             save_every_epochs = experiment.checkpoint.save_every_epochs
             checks.check_stream(run.eval_every_epochs, save_every_epochs, self.reference.choice)

@@ -15,13 +15,13 @@ from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter
 
 from components.atomic_write import sync_folder
 from components.checksum import checksum
 from components.contracts.errors import ConfigError
 from components.data.records.split_pairs import pair_numbers
 from components.data.store.checked_files import DamagedFile, HashedFile, read_checked_json, write_checked_json
+from components.json_text import as_type
 
 Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
@@ -163,7 +163,7 @@ class StoreMeta:
             CorruptTokenStore: if the file is missing, damaged or of another version.
         """
         try:
-            meta: Self = TypeAdapter(cls).validate_python(read_checked_json(path))
+            meta: Self = as_type(cls, read_checked_json(path))
         except (DamagedFile, ValueError) as error:
             raise CorruptTokenStore(f"{path}: {error}") from error
         return meta

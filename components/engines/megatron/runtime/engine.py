@@ -90,7 +90,7 @@ class MegatronEngine(TrainStepEngine):
         # For dropout, ranks that share a token's activations use one random stream, all others their own.
         model_parallel_cuda_manual_seed(options.seed + 100 * random_stream())
         self.hf = model.config()
-        self.meta = model.build(self.hf)
+        self.meta = model.meta_model
         self.config = transformer_config(self.hf, layout, options)
         source = initial_weights(model, self.meta, options)
         self.reference: list[nn.Module] | None = None
@@ -129,7 +129,7 @@ class MegatronEngine(TrainStepEngine):
         """Build the chunks of ``model`` with its initial weights, frozen and in evaluation mode."""
         hf, options = model.config(), replace(self.options, adapter=None)
         config = transformer_config(hf, self.layout, options)
-        parts = build_model_chunks(model.build(hf), config, self.layout, options)
+        parts = build_model_chunks(model.meta_model, config, self.layout, options)
         self.kept = parts.trained | parts.frozen
         fill_parameters(self.kept | parts.stored, model.weights(options.seed))
         return [chunk.requires_grad_(False).eval() for chunk in parts.chunks]

@@ -10,6 +10,15 @@ from tests.e2e.commands import SMALL, little_data
 PATH = "model.path=Qwen/Qwen3-0.6B"
 
 
+def said(overrides: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the checks of a run write to the terminal."""
+    config = composed([*SMALL, *overrides, f"run.output_dir={folder}", "run.name=x"])
+    with little_data():
+        check_launch(config, ConfigSources(), ()).inspect()
+    written = capsys.readouterr()
+    return written.out + written.err
+
+
 @pytest.mark.parametrize(
     ("overrides", "warned"),
     [((PATH, "adapter=lora"), True), ((PATH,), False), (("adapter=lora",), False)],
@@ -18,8 +27,13 @@ PATH = "model.path=Qwen/Qwen3-0.6B"
 def test_an_adapter_on_random_weights_is_named(
     overrides: tuple[str, ...], warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = composed([*SMALL, *overrides, f"run.output_dir={tmp_path}", "run.name=x"])
-    with little_data():
-        check_launch(config, ConfigSources(), ()).inspect()
-    told = capsys.readouterr()
-    assert ("the frozen weights below the adapter are random" in told.out + told.err) == warned
+    text = said(overrides, tmp_path, capsys)
+    assert ("the frozen weights below the adapter are random" in text) == warned
+
+
+@pytest.mark.parametrize(("every", "warned"), [(4, False), (5, True)])
+def test_a_reference_that_no_step_reaches_is_named(
+    every: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dpo = ("stage=dpo", "run.max_steps=4", f"stage.sync_reference_every={every}")
+    assert ("the run takes 4 steps, so the reference stays as it is" in said(dpo, tmp_path, capsys)) == warned
