@@ -1,6 +1,7 @@
 """The engine, which holds the model and the optimizer."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -44,7 +45,8 @@ class StepResult:
 class Engine(LossEngine, Protocol):
     """The object that holds the model and the optimizer.
 
-    All ranks call its methods together, in the same order.
+    All ranks call its methods together, in the same order. Abstract methods are those that
+    ``TrainStepEngine`` does not define.
 
     A train step is ``begin_train_step``, any number of ``train_microbatches``, then ``finish_train_step`` or
     ``abort_train_step``. It is an error to begin a second step before the end of the first, or to finish a
@@ -66,6 +68,7 @@ class Engine(LossEngine, Protocol):
         there is no loss scale for fp16; the count is then summed during the step.
         """
 
+    @abstractmethod
     def train_microbatches(self, microbatches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
         """Run forward and backward, and accumulate gradients without normalization.
 
@@ -109,9 +112,11 @@ class Engine(LossEngine, Protocol):
         the reference.
         """
 
+    @abstractmethod
     def keeping_random_streams(self) -> AbstractContextManager[None]:
         """Return a context manager that restores this rank's random states on exit."""
 
+    @abstractmethod
     def allocated_optimizer_state(self) -> AbstractContextManager[None]:
         """Return a context manager in which the optimizer's state is allocated, as after an update.
 
@@ -125,6 +130,7 @@ class Engine(LossEngine, Protocol):
     def evaluate(self, batches: Iterable[Sequence[Batch]], loss: Loss) -> dict[str, float]:
         """Return the global ``loss`` and metrics over ``batches``: sums divided by counts, as in training."""
 
+    @abstractmethod
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         """Return this rank's shards of weights, moments (fp32) and RNG states for a checkpoint, by key.
 
@@ -132,6 +138,7 @@ class Engine(LossEngine, Protocol):
         engine's memory and are valid until the next step.
         """
 
+    @abstractmethod
     def load(self, path: Path, *, model_only: bool = False) -> None:
         """Load a checkpoint of the ``tensors`` of any engine in any layout.
 
@@ -139,15 +146,18 @@ class Engine(LossEngine, Protocol):
         schedule-free AdamW, or else the trained weights. No optimizer state is allocated.
         """
 
+    @abstractmethod
     def export(self, path: Path) -> None:
         """Write a Hugging Face model folder (weights and config) in the dtype of the run."""
 
     def barrier(self) -> None:
         """Wait until every rank has called this method."""
 
+    @abstractmethod
     def describe(self) -> Json:
         """Return the engine, device, world size and the mesh as actually built."""
 
+    @abstractmethod
     def close(self) -> None:
         """Leave every process group, after which the process may build another engine."""
 

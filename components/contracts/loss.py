@@ -1,5 +1,6 @@
 """Losses: pure functions of per-token statistics and a batch."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -51,6 +52,7 @@ class LossOutput:
 class LossEngine(Protocol):
     """The methods of an engine that ``Loss.prepare`` may call."""
 
+    @abstractmethod
     def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor] | None:
         """Return ``TokenStats.logps`` of each micro-batch, without gradient.
 
