@@ -1,7 +1,9 @@
 """Rank function of test_compile.py."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import torch
@@ -25,6 +27,19 @@ class Compiled:
     """Number of graph breaks by reason."""
 
 
+@contextmanager
+def without_cpp() -> Iterator[None]:
+    """Compile to graphs that are traced and differentiated, but not translated to C++, which is slow."""
+    torch._dynamo.reset()
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        yield
+
+
+def one_step_in_4_bits(on: FSDP2, adapter: LoRA) -> Compiled:
+    with without_cpp():
+        return one_step(on, "llama", "packed", adapter)
+
+
 def one_step(on: FSDP2, family: str, layout: str, adapter: LoRA | None = None) -> Compiled:
     """Return a step of eight micro-batches of different lengths with compiled blocks."""
     torch._dynamo.reset()
@@ -40,6 +55,7 @@ def one_step(on: FSDP2, family: str, layout: str, adapter: LoRA | None = None) -
 def one_step_with_kernel(on: FSDP2, family: str) -> Compiled:
     """Return ``one_step`` with attention of packed rows in one call, as the kernel of a GPU computes it."""
     with (
+        without_cpp(),
         mock.patch.object(varlen_attention, "has_kernel", always),
         mock.patch.object(varlen_attention, "varlen_kernel", masked_attention),
     ):

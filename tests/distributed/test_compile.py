@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.distributed.adapter_cases import continued, plain_adapter
 from tests.distributed.cases import assert_same, fsdp2, plain_step
-from tests.distributed.compile_cases import one_step, one_step_with_kernel
+from tests.distributed.compile_cases import one_step, one_step_in_4_bits, one_step_with_kernel
 from tests.ranks import Ranks
 
 RECOMPUTED_TP2 = fsdp2(1, tp=2, activation_checkpointing="full")
@@ -27,9 +27,8 @@ def test_compiled_blocks_recompute_their_mlps() -> None:
 
 def test_compiled_blocks_in_4_bits_equal_plain_peft(tmp_path: Path) -> None:
     expected = plain_adapter("llama", "nf4", tmp_path)
-    (compiled,) = Ranks(1).run(
-        one_step, fsdp2(), "llama", "packed", continued(tmp_path, quantize="nf4"), seconds=150
-    )
+    adapter = continued(tmp_path, quantize="nf4")
+    (compiled,) = Ranks(1).run(one_step_in_4_bits, fsdp2(), adapter, seconds=150)
     assert_same(compiled.step, expected.first)
     assert compiled.graphs > 0
 

@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 SMALL = (
     "model.architecture.num_hidden_layers=1",
     "run.max_steps=2",
+    "data.max_samples=64",
+    "data.max_eval_samples=8",
     "data.max_length=64",
     "run.device=cpu",
 )
