@@ -1,5 +1,6 @@
 """Running the command in this process, in a forked process, or as a user types it."""
 
+import copy
 import json
 import os
 import subprocess
@@ -15,8 +16,11 @@ from typing import IO, Any
 from unittest import mock
 
 import psutil
-import yaml
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.hydra import Hydra
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigResult
 
 from components.contracts.data import SampleKind
 from components.data.demo import SplitName, stdlib_records
@@ -79,10 +83,10 @@ def little_data() -> Iterator[None]:
 
 @contextmanager
 def one_composition() -> Iterator[None]:
-    """Compose once instead of twice, and parse each file of options once per process."""
+    """Compose once instead of twice, and read each file of options once per process."""
     with (
         mock.patch.object(Hydra, "get_mode", mode),
-        mock.patch("omegaconf.omegaconf.yaml.load", parsed),
+        mock.patch.object(ConfigRepository, "load_config", loaded),
     ):
         yield
 
@@ -96,19 +100,22 @@ def mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
 read_mode = Hydra.get_mode
 
 
-def parsed(stream: Any, Loader: Any) -> Any:
-    """Return what `yaml.load` returns, from memory for a file that has been read before."""
-    if not isinstance(getattr(stream, "name", None), str):
-        return load_yaml(stream, Loader)
-    about = os.fstat(stream.fileno())
-    key = (stream.name, about.st_ino, about.st_mtime_ns, about.st_size)
-    if key not in _parsed:
-        _parsed[key] = load_yaml(stream, Loader)
-    return _parsed[key]
+def loaded(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
+    """Return what ``load_config`` of Hydra returns, from memory for a file that has been read before."""
+    source = repository._find_object_source(config_path, ObjectType.CONFIG)
+    if source is None:
+        return load_config(repository, config_path)
+    key: tuple[Any, ...] = (source.scheme(), source.provider, source.path, config_path)
+    if isinstance(source, FileConfigSource):
+        about = Path(source.path, source._normalize_file_name(config_path)).stat()
+        key += (about.st_ino, about.st_mtime_ns, about.st_size)
+    if key not in _loaded:
+        _loaded[key] = load_config(repository, config_path)
+    return copy.deepcopy(_loaded[key])
 
 
-load_yaml = yaml.load
-_parsed: dict[tuple[str, int, int, int], Any] = {}
+load_config = ConfigRepository.load_config
+_loaded: dict[tuple[Any, ...], ConfigResult | None] = {}
 
 
 def write_chats(path: Path) -> None:
