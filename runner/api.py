@@ -31,8 +31,8 @@ class TrainResult:
 def train(experiment: Sequence[str] | Mapping[str, object] = ()) -> TrainResult:
     """Run one experiment as ``python -m runner`` does.
 
-    Only the main thread may call this function. A single rank runs in this process; several ranks are started
-    as processes of their own.
+    Only the main thread may call this function. A single rank runs in this process, unless
+    ``run.max_restarts`` is above 0. Otherwise ranks are started as processes of their own.
 
     Args:
         experiment: words of the command line, or values of keys: ``{"stage": "pt", "run.max_steps": 5}``.
@@ -40,7 +40,7 @@ def train(experiment: Sequence[str] | Mapping[str, object] = ()) -> TrainResult:
     Raises:
         ConfigError: if the config is wrong, before any rank starts, or if ``experiment`` is not a single
             training run, such as a sweep or a forecast.
-        TrainingError: if a rank failed.
+        TrainingError: if a rank failed that is a process of its own.
     """
     folders: list[Path] = []
     keys = experiment.items() if isinstance(experiment, Mapping) else ()

@@ -120,7 +120,8 @@ class ModelConfig(Protocol):
     def trained_shape_hash(self, model: nn.Module) -> str:
         """Return the ``shape_hash`` of only the trained parameters."""
 
-    def load_tokenizer(self) -> Foreign: ...
+    def load_tokenizer(self) -> Foreign:
+        """Return the tokenizer, loaded once. Callers must not change this object."""
 
     def with_any_tokenizer(self) -> Self:
         """Return this model, with a substitute tokenizer if it has none, for a forecast."""

@@ -48,9 +48,9 @@ class Engine(LossEngine, Protocol):
     All ranks call its methods together, in the same order. Abstract methods are those that
     ``TrainStepEngine`` does not define.
 
-    A train step is ``begin_train_step``, any number of ``train_microbatches``, then ``finish_train_step`` or
-    ``abort_train_step``. It is an error to begin a second step before the end of the first, or to finish a
-    step that has not begun.
+    A train step is ``begin_train_step``, one or more ``train_microbatches`` (as many on every rank), then
+    ``finish_train_step`` or ``abort_train_step``. It is an error to begin a second step
+    before the end of the first, or to finish a step that has not begun.
     """
 
     device: torch.device

@@ -174,7 +174,7 @@ class ModelSpec:
     def meta_model(self) -> PreTrainedModel:
         """The model of ``build(config())``, built once.
 
-        Callers must not change this object.
+        Callers must not change this object. ``random_weights`` replaces a parameter while it draws it.
         """
         return self.build(self.config())
 
