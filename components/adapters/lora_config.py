@@ -262,7 +262,7 @@ class LoRA:
         if model.is_pretrained:
             return tokenizer
         stored = dtype if self.quantize is None else torch.float32
-        stream_folder(model, named_shapes(model.build(model.config())), model.weights(seed), base, stored)
+        stream_folder(model, named_shapes(model.meta_model), model.weights(seed), base, stored)
         model.add_tokenizer(base)
         name_base(export, base)
         return tokenizer

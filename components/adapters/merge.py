@@ -28,7 +28,7 @@ def merge_adapter(
     """
     target = new_folder(output)
     spec = base_of(adapter, base)
-    model = spec.build(spec.config())
+    model = spec.meta_model
     frozen: Literal["nf4"] | None = "nf4" if nf4.has_config(Path(adapter).expanduser()) else None
     described = LoRA(**read_settings(adapter), init_lora_weights=None, path=adapter, quantize=frozen)
     described.check(model)

@@ -34,7 +34,7 @@ def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, 
     are ``[A; A0]`` and ``[B, -B0]``, as in peft's conversion.
     """
     path.mkdir(parents=True, exist_ok=True)
-    model = spec.build(spec.config())
+    model = spec.meta_model
     rename = file_names(model.config.model_type)
     renamed = ((PREFIX + rename(name), tensor) for name, tensor in tensors)
     written = all_gather_objects(write_shards(path, renamed, SHARD_BYTES), None)

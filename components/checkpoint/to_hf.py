@@ -64,7 +64,7 @@ class CheckpointModel:
 
     def _weights(self) -> tuple[Mapping[str, torch.Size], WeightSource]:
         """Return the shapes and the source of the trained weights, with an adapter merged into them."""
-        meta = self.model.build(self.model.config())
+        meta = self.model.meta_model
         shapes = named_shapes(meta)
         if self.adapter is not None:
             if self.adapter.quantize is not None:
@@ -109,7 +109,7 @@ class CheckpointModel:
 
     def _adapter_shapes(self) -> dict[str, torch.Size]:
         assert self.adapter is not None
-        meta = self.model.build(self.model.config())
+        meta = self.model.meta_model
         return self.adapter.shapes(meta) | self.adapter.initial_shapes(meta)
 
     def _started(self) -> ModelSpec:

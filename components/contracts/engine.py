@@ -49,8 +49,8 @@ class Engine(LossEngine, Protocol):
     ``TrainStepEngine`` does not define.
 
     A train step is ``begin_train_step``, one or more ``train_microbatches`` (as many on every rank), then
-    ``finish_train_step`` or ``abort_train_step``. It is an error to begin a second step
-    before the end of the first, or to finish a step that has not begun.
+    ``finish_train_step`` or ``abort_train_step``. It is an error to begin a second step before the end of the
+    first, or to finish a step that has not begun.
     """
 
     device: torch.device

@@ -172,9 +172,10 @@ class ModelSpec:
 
     @functools.cached_property
     def meta_model(self) -> PreTrainedModel:
-        """The model of ``build(config())``, built once.
+        """The model of ``build(config())``, built at the first use and shared by all callers.
 
-        Callers must not change this object. ``random_weights`` replaces a parameter while it draws it.
+        Callers must not change this object. One function does: while ``random_weights`` draws the values of a
+        parameter, a tensor on the CPU replaces the parameter, which is then put back.
         """
         return self.build(self.config())
 

@@ -400,7 +400,7 @@ def warn_of_constant_reference(sync_every: int, num_steps: int) -> None:
     """Warn if the run ends before the reference is first mixed with the trained model."""
     if sync_every > num_steps:
         log.warning(
-            "stage.sync_reference_every=%d: the run takes %d steps, so the reference stays as it is.",
+            "stage.sync_reference_every=%d: the run has %d steps, so the reference model is never updated.",
             sync_every,
             num_steps,
         )

@@ -36,4 +36,6 @@ def test_a_reference_that_no_step_reaches_is_named(
     every: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dpo = ("stage=dpo", "run.max_steps=4", f"stage.sync_reference_every={every}")
-    assert ("the run takes 4 steps, so the reference stays as it is" in said(dpo, tmp_path, capsys)) == warned
+    assert (
+        "the run has 4 steps, so the reference model is never updated" in said(dpo, tmp_path, capsys)
+    ) == warned
