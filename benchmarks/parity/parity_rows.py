@@ -111,6 +111,12 @@ COLUMNS = (
     Column("rm padded", "preference", ("stage=rm", "data.packing=none", "optimizer.lr=1e-5")),
     Column("kto", "unpaired", ("stage=kto", "data.packing=bfd", "optimizer.lr=1e-5")),
     Column("lora sft packed", "chat", ("stage=sft", "data.packing=bfd", "optimizer.lr=1e-3"), adapted=True),
+    Column(
+        "lora dropout",
+        "chat",
+        ("stage=sft", "data.packing=bfd", "optimizer.lr=1e-3", "adapter.dropout=0.2"),
+        adapted=True,
+    ),
     Column("lora sft padded", "chat", ("stage=sft", "data.packing=none", "optimizer.lr=1e-3"), adapted=True),
     Column(
         "lora dpo",

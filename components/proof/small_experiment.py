@@ -1,4 +1,4 @@
-"""The keys of a configuration that a proof changes, so that the experiment is small and without dropout."""
+"""The keys of a configuration that a proof changes, so that the experiment is small."""
 
 import json
 from pathlib import Path
@@ -42,17 +42,11 @@ def small_model(
 
 
 def small_adapter(adapter: AdapterConfig | None, node: Config) -> Json:
-    """Return the keys of a new adapter without dropout.
-
-    If ``adapter`` continues the training of an adapter (``path``), the new one has the same settings.
-    """
-    if adapter is None:
+    """Return the keys of a new adapter in place of one whose training is continued (``path``)."""
+    if adapter is None or adapter.path is None:
         return {}
-    new: Json = {"dropout": 0.0} if "dropout" in node else {}
-    if adapter.path is None:
-        return new
     settings = {key: getattr(adapter, key) for key in node if hasattr(adapter, key)}
-    return settings | new | {"path": None, "init_lora_weights": "kaiming"}
+    return settings | {"path": None, "init_lora_weights": "kaiming"}
 
 
 def small_data(data: DataConfig, node: Config, limits: Limits) -> Json:

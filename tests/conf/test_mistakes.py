@@ -551,10 +551,6 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "key of another adapter": (["adapter.r=4"], ["adapter.r", "nothing reads"]),
     "dora on tp": (["adapter=dora", "parallelism=fsdp2_tp2"], ["adapter.dora", "parallelism.tp=1"]),
-    "dropout on tp": (
-        ["adapter=lora", "adapter.dropout=0.1", "parallelism=fsdp2_tp2"],
-        ["adapter.dropout", "parallelism.tp=1"],
-    ),
     "freeze": (["model.freeze=[embed]"], ["model.freeze", "'embed'", "model.embed_tokens.weight"]),
     "train_only": (
         ["model.train_only=[embed]"],

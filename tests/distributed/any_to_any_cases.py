@@ -68,6 +68,7 @@ WORK: dict[str, tuple[str, ...]] = {
     "lora": LORA,
     "pissa": (*LORA, "adapter.r=4", PISSA),
     "lora dropout": (*LORA, "adapter.dropout=0.2"),
+    "attention dropout": (*UNLUCKY, "+model.architecture.attention_dropout=0.2"),
     "qlora": (*LORA, "adapter.quantize=nf4"),
     "dpo": ("stage=dpo", "optimizer.lr=1e-5"),
     "rm": ("stage=rm", "optimizer.lr=1e-5"),

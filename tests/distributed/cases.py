@@ -175,6 +175,7 @@ def packed(rows: Sequence[Sequence_]) -> Batch:
         labels=torch.cat([row.labels for row in rows])[None],
         position_ids=torch.cat([torch.arange(len(row.ids)) for row in rows])[None],
         seqlens=lengths,
+        sequence_keys=sequence_keys(rows),
         cu_seqlens=F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
         max_seqlen=int(lengths.max()),
     )
@@ -188,7 +189,13 @@ def padded(rows: Sequence[Sequence_]) -> Batch:
         labels=pad([row.labels for row in rows], batch_first=True, padding_value=IGNORE),
         position_ids=torch.arange(ids.shape[1]).expand_as(ids).contiguous(),
         seqlens=torch.tensor([len(row.ids) for row in rows], dtype=torch.int32),
+        sequence_keys=sequence_keys(rows),
     )
+
+
+def sequence_keys(rows: Sequence[Sequence_]) -> Tensor:
+    """Return a key of each sequence that does not depend on the batch."""
+    return torch.stack([row.ids.sum() for row in rows])
 
 
 LAYOUTS = {"packed": packed, "padded": padded}

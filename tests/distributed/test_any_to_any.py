@@ -28,6 +28,8 @@ PAIRS = [
     ("lora", "pp2vpp2", "hsdp"),
     ("lora", "dp2 sharded", "fsdp2 tp2"),
     ("lora", "tp2", "dp2 sharded"),
+    ("lora dropout", "fsdp2 tp2", "pp2vpp2"),
+    ("lora dropout", "dp2 sharded", "fsdp2 cp2"),
     ("pissa", "tp2pp2", "fsdp2 tp2"),
     ("pissa", "hsdp", "pp2vpp2"),
     ("qlora", "fsdp2 cp2", "hsdp"),
@@ -55,8 +57,8 @@ SAME = [
     ("full", "tp2pp2"),
     ("full", "pp2vpp2cp2"),
     ("pissa", "tp2"),
-    ("lora dropout", "fsdp2"),
-    ("lora dropout", "dp2 sharded"),
+    ("attention dropout", "fsdp2"),
+    ("attention dropout", "dp2 sharded"),
     ("dpo", "tp2"),
     ("rm", "pp2"),
     ("rm", "fsdp2 tp2"),
@@ -102,7 +104,7 @@ def test_a_run_goes_on_in_another_layout(matrix: Matrix, work: str, before: str,
 
 @pytest.mark.parametrize(("work", "layout"), SAME)
 def test_the_same_layout_goes_on_bitwise(matrix: Matrix, work: str, layout: str) -> None:
-    """Random generators are restored too, so that an adapter's dropout is the same."""
+    """Random generators are restored too, so that the dropout of attention is the same."""
     whole = matrix.whole(work, layout)
     rest = matrix.resumed(work, layout, whole.point(HALF))
     assert rest.rows == whole.rows[HALF:]

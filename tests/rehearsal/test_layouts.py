@@ -66,7 +66,7 @@ FSDP2 = {
     "groups": ["parallelism=fsdp2", "parallelism.blocks_per_group=2", "parallelism.prefetch_groups=1"],
     "sgd": ["parallelism=fsdp2", "optimizer=sgd", "run.log_num_zeros=true"],
     "nadam": ["parallelism=fsdp2", *NADAM],
-    "lora": ["parallelism=fsdp2", "adapter=lora", "stage=dpo"],
+    "lora": ["parallelism=fsdp2_tp2", "adapter=lora", "adapter.dropout=0.1", "stage=dpo"],
     "pissa": ["parallelism=fsdp2", "adapter=lora", "adapter.init_lora_weights=pissa"],
     "dora": ["parallelism=fsdp2", "adapter=dora"],
     "qlora": ["parallelism=fsdp2", "adapter=qlora", "stage=dpo"],
@@ -146,7 +146,7 @@ MEGATRON = {
         "parallelism.activation_checkpointing=selective",
     ],
     "sgd": ["parallelism=tp2", "optimizer=sgd", "run.log_num_zeros=true"],
-    "lora": ["parallelism=tp2", "adapter=lora", "stage=dpo"],
+    "lora": ["parallelism=tp2", "adapter=lora", "adapter.dropout=0.1", "stage=dpo"],
     "pissa": [
         "parallelism=tp2",
         "adapter=lora",

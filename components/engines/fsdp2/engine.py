@@ -109,7 +109,7 @@ class FSDP2Engine(TrainStepEngine):
         )
         if device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(device)
-        # For dropout, every rank has its own random stream from here on.
+        # For dropout in attention, every rank has its own random stream from here on.
         torch.manual_seed(options.seed + dist.get_rank())
 
     # ---- the train step

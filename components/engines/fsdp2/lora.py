@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from components.adapters import LoRA
@@ -13,6 +14,7 @@ from components.adapters.lora_config import INITIAL
 from components.adapters.peft_export import peft_config, shortest_suffixes
 from components.adapters.target_modules import linear_names
 from components.contracts.errors import ConfigError
+from components.engines.shared.adapter_dropout import TokenHashes, channel_hashes, drop
 from components.models.experts import EXPERT_PARAM
 from components.models.hf_private import adapters_off
 from components.models.nf4 import NF4Linear
@@ -30,8 +32,8 @@ def check(adapter: LoRA | None, tp: int) -> None:
     """Check that ``tp`` ranks can split ``adapter``.
 
     Raises:
-        ConfigError: if ``tp`` is above 1, and ``adapter`` is DoRA, quantises, has dropout, or trains modules
-            other than the scalar head in full.
+        ConfigError: if ``tp`` is above 1, and ``adapter`` is DoRA, quantises, or trains modules other than
+            the scalar head in full.
     """
     if adapter is None or tp == 1:
         return
@@ -42,11 +44,19 @@ def check(adapter: LoRA | None, tp: int) -> None:
             raise ConfigError(
                 f"adapter.{key}: is not split by tensor parallelism; use parallelism.tp=1, or leave it out."
             )
-    if adapter.dropout:
-        raise ConfigError(
-            "adapter.dropout: the ranks of parallelism.tp would drop different inputs of one matrix; set it "
-            "to 0, or use parallelism.tp=1."
-        )
+
+
+class AdapterDropout(nn.Module):
+    """The dropout of the input of one adapted layer, in place of peft's."""
+
+    def __init__(self, channels: Tensor, hashes: TokenHashes, probability: float) -> None:
+        super().__init__()
+        self.channels = channels
+        """``channel_hashes`` of this rank's channels of the input."""
+        self.hashes, self.probability = hashes, probability
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return drop(hidden, self.hashes, self.channels, self.probability) if self.training else hidden
 
 
 def describe_adapter(adapter: LoRA, model: PreTrainedModel) -> "LoraConfig":
@@ -83,6 +93,18 @@ def inject(model: PreTrainedModel, config: "LoraConfig", *, is_pissa: bool) -> N
     for name, parameter in model.named_parameters():  # peft freezes all other parameters
         if not config.target_modules or name.rpartition(".")[0].endswith(".experts.adapter"):
             parameter.requires_grad_(".lora_" in name or name == f"{SCORE}.weight")
+
+
+def replace_dropout(model: nn.Module, hashes: TokenHashes, device: torch.device) -> None:
+    """Replace peft's dropout by one that is the same in every layout and reads ``hashes`` in each pass."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in model.named_modules():
+        own = layer.lora_dropout if isinstance(layer, LoraLayer) else {}
+        for adapter, dropout in own.items():
+            if isinstance(dropout, nn.Dropout):
+                channels = channel_hashes(name, range(layer.in_features), device)
+                own[adapter] = AdapterDropout(channels, hashes, dropout.p)
 
 
 def quantize_layers(model: PreTrainedModel, names: Collection[str]) -> None:

@@ -31,7 +31,14 @@ from components.engines.fsdp2.grouped_experts import (
     grouped_experts,
 )
 from components.engines.fsdp2.layout import FSDP2Layout
-from components.engines.fsdp2.lora import describe_adapter, inject, is_initial, name_on_disk, quantize_layers
+from components.engines.fsdp2.lora import (
+    describe_adapter,
+    inject,
+    is_initial,
+    name_on_disk,
+    quantize_layers,
+    replace_dropout,
+)
 from components.engines.fsdp2.mesh import (
     CONTEXT,
     SHARD,
@@ -49,8 +56,10 @@ from components.engines.fsdp2.param_views import ParamView
 from components.engines.fsdp2.tensor_parallel import CopyToTP, apply_tp, first_row, local
 from components.engines.fsdp2.tiled_norm import apply_tiled_norms
 from components.engines.shared.activation_offloading import ActivationOffloading
+from components.engines.shared.adapter_dropout import TokenHashes, dropout_hashes
 from components.engines.shared.neftune import NO_NOISE, NoisyEmbedding
 from components.engines.shared.recomputation import recomputed_modules
+from components.engines.shared.token_hash import token_hashes
 from components.engines.shared.token_log_probs import scalar_stats, token_stats
 from components.engines.shared.varlen_attention import ATTENTION, ATTENTION_RECOMPUTED
 from components.engines.shared.vocab_parallel import VocabularyShard
@@ -74,6 +83,9 @@ class LogProbModel(nn.Module):
         self.routing: RouterHooks | None = None
         """Hooks on the MoE routers. None means that the model has no experts or is not trained."""
         self.neftune, self.noise = NO_NOISE, NoisyEmbedding()
+        self.hashes = TokenHashes()
+        self.dropout_seed: int | None = None
+        """Seed of the dropout of adapters. None means that there is no dropout."""
         self.vocabulary: VocabularyShard | None = None
         """This rank's rows of the head. None means that there is no tensor parallelism."""
         self.kernels: ChosenKernels = "torch"
@@ -104,6 +116,8 @@ class LogProbModel(nn.Module):
         if self.neftune.alpha and torch.is_grad_enabled():
             keys, spread = self.neftune.noise_of(batch)
             self.noise.given = own(keys), own(spread)
+        if self.dropout_seed is not None and self.training:
+            self.hashes.tokens = dropout_hashes(own(token_hashes(batch, self.dropout_seed)))
         hidden = self.lm.base_model(
             input_ids=own(batch.input_ids),
             position_ids=own(batch.position_ids),
@@ -209,6 +223,9 @@ def build_model(
     if adapter is not None and described is not None:
         inject(scorer.lm, described, is_pissa=adapter.is_pissa)  # before any parameter is split
         quantize_layers(scorer.lm, quantized)
+        if adapter.dropout:
+            replace_dropout(scorer.lm, scorer.hashes, device)
+            scorer.dropout_seed = options.seed
     scorer.kernels = choose_kernels(options.kernels, scorer.lm, device.type, compiled=options.compiled)
     if scorer.kernels == "liger":
         apply_liger(scorer.lm)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
+from components.engines.fsdp2.lora import AdapterDropout
 from components.engines.shared.parallel_dims import check_tp, divisors, suggest_sizes
 from components.engines.shared.torch_private import (
     compute_local_shape_and_global_offset,
@@ -158,6 +159,8 @@ def make_rowwise(module: Any, mesh: DeviceMesh) -> None:
         to_dtensors(a, mesh, weight=Shard(1))
         to_dtensors(b, mesh, weight=Replicate())
         a.forward, b.forward = rowwise(a, group), with_local_weight(b, Replicate())
+        if isinstance(dropout := module.lora_dropout[key], AdapterDropout):
+            dropout.channels = dropout.channels.chunk(group.size())[group.rank()]
 
 
 def replicate(module: Layer, mesh: DeviceMesh) -> None:

@@ -63,12 +63,14 @@ def merge(batches: Sequence[Batch]) -> Batch:
         labelled.append(batch.labelled() + offset)
         offset += batch.labels.numel()
     shared = any(batch.prefix_lengths is not None for batch in batches)
+    keys = [batch.sequence_keys for batch in batches if batch.sequence_keys is not None]
     return Batch(
         input_ids=torch.cat([batch.input_ids for batch in batches], 1),
         labels=torch.cat([batch.labels for batch in batches], 1),
         position_ids=torch.cat([batch.position_ids for batch in batches], 1),
         seqlens=torch.cat([batch.seqlens for batch in batches]),
         cu_seqlens=F.pad(torch.cat(ends), (1, 0)),
+        sequence_keys=torch.cat(keys) if len(keys) == len(batches) else None,
         max_seqlen=max(batch.max_seqlen or 0 for batch in batches),
         prefix_lengths=torch.cat(prefixes) if shared else None,
         num_keys=sum(batch.num_keys or batch.labels.numel() for batch in batches) if shared else None,

@@ -1,8 +1,7 @@
 """NEFTune (Jain et al. 2023): uniform noise on the embeddings of train steps, the same in every layout.
 
-The noise of a token is a function of ``run.seed``, the step, the sequence, the position in the sequence and
-the channel, so it does not depend on the number of ranks or on the micro-batches. Its absolute value is at
-most ``alpha / sqrt(L * H)`` for a sequence of L tokens and H channels.
+The noise is a function of the token (see ``token_hash.py``) and the channel. Its absolute value is at most
+``alpha / sqrt(L * H)`` for a sequence of L tokens and H channels.
 """
 
 import math
@@ -12,17 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from components.contracts.batch import Batch
+from components.engines.shared.token_hash import scramble, token_hashes
 
 CHUNK = 1 << 20
 """Number of noise values that are computed at once, as 64-bit integers."""
-MASK = (1 << 32) - 1
-
-
-def scramble(x: Tensor) -> Tensor:
-    """Return a 32-bit hash of 32-bit integers in an int64 tensor (lowbias32 of Chris Wellons)."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
-    return x ^ (x >> 16)
 
 
 @dataclass(frozen=True)
@@ -35,13 +27,10 @@ class NEFTune:
 
         Both have the shape of ``labels``. The bound is that of the absolute value, and is 0 on padding.
         """
-        assert batch.sequence_keys is not None, "the data loader numbers the sequences"
-        keys = batch.sequence_keys + self.seed
-        keys = scramble(scramble(keys & MASK) ^ (keys >> 32 & MASK))
         ids = batch.real_sequence_ids()
         lengths = batch.seqlens.clamp(min=1).float()
         spread = torch.where(ids >= 0, self.alpha / lengths.sqrt()[ids], 0.0)
-        return scramble(keys[ids] ^ batch.position_ids), spread
+        return token_hashes(batch, self.seed), spread
 
 
 NO_NOISE = NEFTune(0.0, 0)

@@ -79,13 +79,12 @@ def dropout_bytes(
 ) -> list[int]:
     """Return the bytes per token that dropout before the adapters saves in each block of ``prefixes``.
 
-    Every adapter saves a mask and a tensor of its own, in place of the input that the other estimates count
-    once for all layers that share it. ``split`` is the number of tp ranks that split the inputs of the last
+    Every adapter saves a tensor of its own, in place of the input that the other estimates count once for all
+    layers that share it. ``split`` is the number of tp ranks that split the inputs of the last
     matrices of attention and MLP, and ``hidden_split`` the number that split all others.
     """
     if adapter is None or not adapter.dropout:
         return [0] * len(prefixes)
-    mask = 1 if run.device == "cuda" else run.size
     found = Counter[str]()
     shared: dict[tuple[str, str, str], int] = {}
     for name, shape in adapter.shapes(model).items():
@@ -94,7 +93,7 @@ def dropout_bytes(
             continue
         parent, _, leaf = name.removesuffix(A).rpartition(".")
         width = shape[1] // (hidden_split if leaf in SAME_INPUT else split)
-        found[prefix] += width * (mask + run.size)
+        found[prefix] += width * run.size
         shared[prefix, parent, SAME_INPUT.get(leaf, leaf)] = width * run.size
     for (prefix, *_), size in shared.items():
         found[prefix] -= size

@@ -87,7 +87,10 @@ class MegatronEngine(TrainStepEngine):
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
-        # For dropout, ranks that share a token's activations use one random stream, all others their own.
+        adapter = options.adapter
+        self.dropout_seed = options.seed if adapter is not None and adapter.dropout else None
+        # For dropout in attention, ranks that share a token's activations use one random stream, all others
+        # their own.
         model_parallel_cuda_manual_seed(options.seed + 100 * random_stream())
         self.hf = model.config()
         self.meta = model.meta_model
@@ -144,6 +147,7 @@ class MegatronEngine(TrainStepEngine):
             None if self.routing is None else self.routing.routers,
             reduce=last and self.layout.overlap_grad_reduce,
             neftune=NEFTune(self.spec.neftune_alpha, self.options.seed),
+            dropout_seed=self.dropout_seed,
             factor=self.sums.factor,
         )
         consume = partial(self._add, self.sums, microbatches, loss)
@@ -229,7 +233,8 @@ class MegatronEngine(TrainStepEngine):
             return stats.logps.sum()
 
         with self._scorer(reference=reference) as chunks:
-            wanted = schedule.Pass(forward_only=True)
+            seed = None if reference else self.dropout_seed
+            wanted = schedule.Pass(forward_only=True, dropout_seed=seed)
             schedule.run_schedule(chunks, microbatches, consume, self.layout, self.device, wanted)
         return found if self.is_last_stage else None
 

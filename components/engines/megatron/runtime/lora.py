@@ -5,12 +5,11 @@ fused layers hold several Hugging Face layers, each of which has its own A and B
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -26,8 +25,10 @@ from torch import Tensor, nn
 
 from components.adapters import LoRA
 from components.adapters.lora_config import initial_name
+from components.engines.megatron.runtime.dropout_hashes import InputHashes
 from components.engines.megatron.runtime.hf_weights import HFTensorSlice, HFTensorSlices
 from components.engines.megatron.runtime.mla import WholeLinear
+from components.engines.shared.adapter_dropout import channel_hashes, drop
 
 ADAPTED = ColumnParallelLinear | RowParallelLinear | WholeLinear
 
@@ -48,8 +49,13 @@ class AdaptedLinear(nn.Module):
     ``finalize_model_grads`` sums its gradient.
     """
 
-    def __init__(self, base: Any, members: Sequence[HFTensorSlice], adapter: LoRA) -> None:
-        """Wrap ``base``; ``members`` are the adapted slices of ``base.weight``, in the order of its rows."""
+    def __init__(
+        self, base: Any, members: Sequence[HFTensorSlice], adapter: LoRA, hashes: InputHashes
+    ) -> None:
+        """Wrap ``base``; ``members`` are the adapted slices of ``base.weight``, in the order of its rows.
+
+        ``hashes`` are those of the chunk that ``base`` belongs to.
+        """
         super().__init__()
         self.base, self.members, self.scaling, self.dropout = base, members, adapter.scaling, adapter.dropout
         self.expert = members[0].expert
@@ -57,6 +63,14 @@ class AdaptedLinear(nn.Module):
         self.whole = isinstance(base, WholeLinear) or self.expert
         self.column = isinstance(base, ColumnParallelLinear) and not self.whole
         self.enabled = True
+        self.hashes = hashes.rows if self.row else hashes.split
+        self.channels: list[Tensor] = []
+        """``channel_hashes`` of each member's input, if there is dropout."""
+        for member in members if self.dropout else ():
+            columns = member.index[1]
+            channels = range(columns.start, columns.stop)
+            name = member.name.removesuffix(".weight")
+            self.channels.append(channel_hashes(name, channels, base.weight.device))
         self.down: list[nn.Parameter] = []
         self.up: list[nn.Parameter] = []
         for kind in ("lora", "initial") if adapter.is_pissa else ("lora",):
@@ -112,9 +126,9 @@ class AdaptedLinear(nn.Module):
 
     def _narrow(self, hidden: Tensor) -> Tensor:
         """Return ``scaling * A x`` of all adapters, concatenated, for the positions of ``base``'s output."""
-        with self._rng():
-            trained = self.down[: len(self.members)]
-            products = [F.linear(F.dropout(hidden, self.dropout, self.training), a) for a in trained]
+        products = [
+            F.linear(self._dropped(hidden, number), self.down[number]) for number in range(len(self.members))
+        ]
         products += [F.linear(hidden, a.to(hidden.dtype)) for a in self.down[len(self.members) :]]
         narrow = self.scaling * torch.cat(products, -1)
         if self.whole:
@@ -139,14 +153,11 @@ class AdaptedLinear(nn.Module):
         total: Tensor = AddProducts.apply(out, narrow, self.members, *ups)
         return total
 
-    def _rng(self) -> AbstractContextManager[object]:
-        """Return a context in which dropout is equal on all tp ranks, or different if the input is split.
-
-        With sequence parallelism mcore has already switched to separate random streams for the whole block.
-        """
-        if not self.dropout or not self.row or self.sequence_parallel:
-            return nullcontext()
-        return get_cuda_rng_tracker().fork()
+    def _dropped(self, hidden: Tensor, member: int) -> Tensor:
+        """Return the input of a member's A."""
+        if not self.training or not self.dropout:
+            return hidden
+        return drop(hidden, self.hashes, self.channels[member], self.dropout)
 
 
 class AddProducts(torch.autograd.Function):
@@ -198,11 +209,13 @@ def rows_of(out: Tensor, member: HFTensorSlice) -> Tensor:
     return out.unflatten(-1, (member.groups, -1))[..., member.start : member.stop]
 
 
-def adapt(chunk: nn.Module, found: HFTensorSlices, adapter: LoRA, targets: Collection[str]) -> HFTensorSlices:
+def adapt(
+    chunk: nn.Module, found: HFTensorSlices, adapter: LoRA, targets: Collection[str], hashes: InputHashes
+) -> HFTensorSlices:
     """Wrap the layers of ``chunk`` that hold ``targets`` (Hugging Face layers); return the added parameters.
 
-    Call this function after ``hf_slices``, which needs Megatron's own names. The added parameters are
-    uninitialised.
+    ``hashes`` are those of ``chunk``. Call this function after ``hf_slices``, which needs Megatron's own
+    names. The added parameters are uninitialised.
     """
     added: HFTensorSlices = {}
     for parent in list(chunk.modules()):
@@ -211,7 +224,7 @@ def adapt(chunk: nn.Module, found: HFTensorSlices, adapter: LoRA, targets: Colle
                 continue
             members = [m for m in found[layer.weight] if m.name.removesuffix(".weight") in targets]
             if members:
-                wrapped = AdaptedLinear(layer, members, adapter)
+                wrapped = AdaptedLinear(layer, members, adapter, hashes)
                 setattr(parent, name, wrapped)
                 added |= wrapped.blocks()
     return added

@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig
 from components.contracts.loss import TokenStats
 from components.engines.megatron.runtime.attention import CoreAttention, packed_seq_params
 from components.engines.megatron.runtime.cp_sharding import CPShard
+from components.engines.megatron.runtime.dropout_hashes import InputHashes, MicrobatchHashes
 from components.engines.megatron.runtime.grouped_experts import GroupedExperts
 from components.engines.megatron.runtime.mla import LatentAttention
 from components.engines.megatron.runtime.moe_router import Router, TokenRouting, find_routers
@@ -51,6 +52,8 @@ class ForwardRequest:
     noise: tuple[Tensor, Tensor] | None = None
     """Keys and bounds of the noise on embeddings (see ``NEFTune.noise_of``): ``[B, L]``, or ``[L / tp, B]``
     with sequence parallelism. None means no noise."""
+    hashes: MicrobatchHashes | None = None
+    """The tokens, for the dropout of adapters. None means no dropout."""
     routing: TokenRouting | None = None
     """Input for the routers. None means that this rank has no routers."""
     mtp: tuple["ForwardRequest", ...] = ()
@@ -87,7 +90,7 @@ class LogProbGPTModel(GPTModel):
             # Megatron reduces these gradients over the ranks that hold the same experts, but with ep=1 it
             # does not set this flag. It is needed if tp > etp, because tp ranks then have different tokens.
             parameter.allreduce = False  # type: ignore[attr-defined]
-        self.noise = NoisyEmbedding()
+        self.noise, self.hashes = NoisyEmbedding(), InputHashes()
         if self.pre_process:
             self.embedding.word_embeddings.register_forward_hook(self.noise)
         self.tp = self.pg_collection.tp
@@ -109,6 +112,7 @@ class LogProbGPTModel(GPTModel):
         for router in self.routers:
             router.token_routing = asked.routing
         self.noise.given = asked.noise
+        self.hashes.use(asked.hashes)
         packed = packed_seq_params(row, self.boundaries)
         return super().forward(row.input_ids, row.position_ids, None, labels=asked, packed_seq_params=packed)
 
@@ -116,6 +120,9 @@ class LogProbGPTModel(GPTModel):
         self, hidden_states: Tensor, *, labels: ForwardRequest, **others: object
     ) -> Tensor | TokenStatsWithMTP:
         """Return statistics in place of logits; Megatron passes ``labels`` through unchanged."""
+        if labels.hashes is not None and hidden_states.requires_grad:
+            # Other micro-batches run before the backward pass of this one, which may recompute layers.
+            hidden_states.register_hook(lambda _: self.hashes.use(labels.hashes))
         if not self.post_process:
             return hidden_states
         stats = self.output_layer(hidden_states, labels)

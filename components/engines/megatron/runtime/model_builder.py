@@ -69,7 +69,7 @@ def build_model_chunks(
     if adapter is not None:
         targets = frozenset(adapter.targets(meta))
         for chunk in bare:
-            for parameter, members in adapt(chunk, frozen, adapter, targets).items():
+            for parameter, members in adapt(chunk, frozen, adapter, targets, chunk.hashes).items():
                 (trained if parameter.requires_grad else stored)[parameter] = members
     routers = find_routers(bare)
     number_layers(routers, found, meta)

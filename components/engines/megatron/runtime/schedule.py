@@ -43,6 +43,7 @@ from components.engines.megatron.runtime.cp_sharding import (
     gather_shards,
     shard_batch,
 )
+from components.engines.megatron.runtime.dropout_hashes import MicrobatchHashes
 from components.engines.megatron.runtime.model import ForwardRequest
 from components.engines.megatron.runtime.moe_router import token_routing
 from components.engines.shared.moe_losses import MoELosses
@@ -82,6 +83,8 @@ class Pass:
     reduce: bool = False
     """Whether every stage reduces its gradients during the backward pass of the last micro-batch."""
     neftune: NEFTune = NO_NOISE
+    dropout_seed: int | None = None
+    """Seed of the dropout of adapters. None means that there is no dropout."""
     factor: float = 1.0
     """Factor by which the loss is multiplied in the backward pass."""
 
@@ -180,12 +183,14 @@ def make_inputs(
         if wanted.neftune.alpha:
             keys, spread = (own_positions(row.scatter(v), layout) for v in wanted.neftune.noise_of(batch))
             noise = to_device(keys, device), to_device(spread, device)
+        hashes = None
+        if wanted.dropout_seed is not None:
+            hashes = MicrobatchHashes.of(batch, row, layout, wanted.dropout_seed, device)
         requires: frozenset[str] = frozenset() if loss is None else loss.requires
         ahead = mtp.batches(batch) if mtp and not filler else ()
         depths = tuple(mtp_request(shifted, row, device, wanted.factor) for shifted in ahead)
-        return PipelineInput(
-            number, ForwardRequest(row.to(device), requires, scattered, noise, told, depths), filler
-        )
+        request = ForwardRequest(row.to(device), requires, scattered, noise, hashes, told, depths)
+        return PipelineInput(number, request, filler)
 
     assert len({len(batch.labels) for batch in microbatches}) == 1, (
         "micro-batches of one call have as many rows"

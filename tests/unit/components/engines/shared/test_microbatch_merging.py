@@ -40,6 +40,9 @@ def test_a_joined_forward_is_that_of_each(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(unmerge(joined.labels, batches), 1), joined.labels)
     assert joined.max_seqlen == max(batch.max_seqlen or 0 for batch in batches)
     assert torch.equal(joined.labelled(), replace(joined, label_index=None).labelled())
+    keys = [batch.sequence_keys for batch in batches if batch.sequence_keys is not None]
+    assert joined.sequence_keys is not None
+    assert torch.equal(joined.sequence_keys, torch.cat(keys))
     assert joined.num_sequences == sum(batch.num_sequences for batch in batches)
 
 

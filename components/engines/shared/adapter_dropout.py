@@ -1,0 +1,84 @@
+"""Dropout of the inputs of adapters, the same in every layout.
+
+Whether an element is dropped is a function of the token (see ``token_hash.py``), the layer and the channel.
+Ranks that share a token therefore drop the same elements of it, without exchanging anything, and a
+recomputation drops what the forward pass has dropped.
+"""
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.engines.shared.token_hash import MASK, scramble
+
+CHUNK = 1 << 24
+"""Number of mask elements that exist at once, first as int32. A compiler fuses these operations instead."""
+
+
+@dataclass
+class TokenHashes:
+    """The tokens of the micro-batch whose forward or backward pass is running."""
+
+    tokens: Tensor | None = None
+    """``dropout_hashes`` of the tokens in the input of the adapted layers, in its order. None before the
+    first training pass."""
+
+
+def dropout_hashes(hashes: Tensor) -> Tensor:
+    """Return odd int32 numbers for ``hashes``, 32-bit integers in an int64 tensor."""
+    return hashes.to(torch.int32) | 1
+
+
+def channel_hashes(layer: str, channels: range, device: torch.device) -> Tensor:
+    """Return an odd int32 number for each of ``channels`` of the input of ``layer``, a Hugging Face layer."""
+    numbers = torch.arange(channels.start, channels.stop, device=device)
+    return dropout_hashes(scramble(scramble(numbers) ^ (zlib.crc32(layer.encode()) & MASK)))
+
+
+def drop(hidden: Tensor, hashes: TokenHashes, channels: Tensor, probability: float) -> Tensor:
+    """Return ``hidden`` with elements set to 0 with ``probability``, and the others divided by 1 - it.
+
+    Args:
+        hidden: ``[..., H]``.
+        hashes: those of its tokens.
+        channels: ``channel_hashes`` of its channels, ``[H]``.
+    """
+    assert hashes.tokens is not None, "the engine gives the hashes before a training pass"
+    tokens = hashes.tokens.reshape(*hidden.shape[:-1], 1)
+    dropped: Tensor = Dropout.apply(hidden, tokens, channels, probability)
+    return dropped
+
+
+class Dropout(torch.autograd.Function):
+    """The product with a mask, which is computed again in the backward pass instead of being saved."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, tokens: Tensor, channels: Tensor, probability: float) -> Tensor:
+        ctx.save_for_backward(tokens, channels)
+        ctx.probability = probability
+        return masked(hidden, tokens, channels, probability)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        tokens, channels = ctx.saved_tensors
+        return masked(grads[0], tokens, channels, ctx.probability), None, None, None
+
+
+def masked(values: Tensor, tokens: Tensor, channels: Tensor, probability: float) -> Tensor:
+    """Return ``values [..., H]`` times the mask of ``tokens [..., 1]`` and ``channels [H]``."""
+    if torch.compiler.is_compiling() or values.numel() <= CHUNK:
+        # The product of two odd random numbers, modulo 2 ** 32, is random too, and signed.
+        kept = tokens * channels >= round(probability * 2**32) - 2**31
+        return torch.where(kept, values, 0).mul_(1 / (1 - probability))
+    made = torch.empty_like(values)
+    rows, width = tokens.reshape(-1, 1), values.shape[-1]
+    parts = (
+        tensor.split(max(CHUNK // width, 1))
+        for tensor in (made.view(-1, width), values.reshape(-1, width), rows)
+    )
+    for out, some, those in zip(*parts, strict=True):
+        out.copy_(masked(some, those, channels, probability))
+    return made

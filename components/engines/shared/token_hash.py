@@ -1,0 +1,26 @@
+"""Random numbers that are functions of the token, so that they are the same in every layout."""
+
+from torch import Tensor
+
+from components.contracts.batch import Batch
+
+MASK = (1 << 32) - 1
+
+
+def scramble(x: Tensor) -> Tensor:
+    """Return a 32-bit hash of 32-bit integers in an int64 tensor (lowbias32 of Chris Wellons)."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
+
+
+def token_hashes(batch: Batch, seed: int) -> Tensor:
+    """Return a 32-bit hash of every position, int64 in the shape of ``labels``.
+
+    It is a function of ``seed``, the step, the sequence and the position in the sequence, so it does not
+    depend on the number of ranks or on the micro-batches. Hashes of padding have no meaning.
+    """
+    assert batch.sequence_keys is not None, "the data loader numbers the sequences"
+    keys = batch.sequence_keys + seed
+    keys = scramble(scramble(keys & MASK) ^ (keys >> 32 & MASK))
+    return scramble(keys[batch.real_sequence_ids()] ^ batch.position_ids)
