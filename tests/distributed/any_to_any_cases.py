@@ -41,12 +41,18 @@ STEPS, HALF = 5, 3
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "single": ("parallelism=single",),
     "fsdp2": ("parallelism=fsdp2", "parallelism.dp=2"),
-    "fsdp2 offload": ("parallelism=fsdp2", "parallelism.dp=2", "parallelism.cpu_offload=true"),
+    "fsdp2 offload": (
+        *("parallelism=fsdp2", "parallelism.dp=2", "parallelism.cpu_offload=true"),
+        "parallelism.activation_offloading=true",
+    ),
     "fsdp2 tp2": ("parallelism=fsdp2_tp2", "parallelism.dp=1"),
     "fsdp2 cp2": ("parallelism=fsdp2_cp2", "parallelism.dp=2"),
     "hsdp": ("parallelism=hsdp",),
     "dp2 sharded": ("parallelism=megatron_dp2", *OVERLAPPED),
-    "tp2": ("parallelism=tp2", "parallelism.sequence_parallel=true"),
+    "tp2": (
+        *("parallelism=tp2", "parallelism.sequence_parallel=true"),
+        "parallelism.activation_offloading=true",
+    ),
     "pp2": ("parallelism=pp2",),
     "pp2vpp2": ("parallelism=pp2vpp2",),
     "pp2vpp2cp2": ("parallelism=pp2vpp2", "parallelism.cp=2"),
@@ -70,7 +76,10 @@ WORK: dict[str, tuple[str, ...]] = {
     "lora dropout": (*LORA, "adapter.dropout=0.2"),
     "attention dropout": (*UNLUCKY, "+model.architecture.attention_dropout=0.2"),
     "qlora": (*LORA, "adapter.quantize=nf4"),
-    "dpo": ("stage=dpo", "optimizer.lr=1e-5"),
+    "dpo": (
+        *("stage=dpo", "optimizer.lr=1e-5"),
+        *("stage.loss=[sigmoid,bco_pair]", "stage.loss_weights=[0.8,0.2]"),
+    ),
     "rm": ("stage=rm", "optimizer.lr=1e-5"),
     "lora rm": ("stage=rm", "adapter=lora", "optimizer.lr=1e-5"),
     "tr-dpo": ("stage=dpo", "optimizer.lr=1e-5", "stage.sync_reference_every=2"),

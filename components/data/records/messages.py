@@ -14,7 +14,7 @@ from components.json_text import parse_json
 
 REASONING_KEYS = ("reasoning_content", "thinking")
 _KEPT_KEYS = ("name", "tool_call_id", *REASONING_KEYS)  # some templates read them
-_FLAGS = ("weight", "train", "loss_weight")  # OpenAI's, axolotl's and LLaMA-Factory's
+FLAGS = ("weight", "train", "training", "loss_weight")  # of OpenAI, axolotl (two) and LLaMA-Factory
 _UNTRAINED = "untrained"
 """Key that marks a message that its record excludes from training. ``split_untrained`` removes the key."""
 
@@ -107,9 +107,18 @@ def read_turns(record: Mapping[str, object], key: str, origin: str) -> list[Mess
 
 def begins_with_system(turns: object) -> bool:
     """Return whether ``turns``, a field of a record, is a list of messages that begins with a system turn."""
-    first = turns[0] if isinstance(turns, list) and turns else None
-    name = (first.get("role") or first.get("from")) if isinstance(first, dict) else None
-    return isinstance(name, str) and SPELLINGS.get(name, name) == "system"
+    return isinstance(turns, list) and _role(next(iter(turns), None)) == "system"
+
+
+def ends_after_an_answer(turns: object) -> bool:
+    """Return whether ``turns``, a field of a record, is a list of messages that goes on after an answer."""
+    return isinstance(turns, list) and _role(next(iter(turns[::-1]), None)) in {*ROLES} - {"assistant"}
+
+
+def _role(raw: object) -> str | None:
+    """Return the role of a message as it is in a record. None means that it has none."""
+    name = (raw.get("role") or raw.get("from")) if isinstance(raw, dict) else None
+    return SPELLINGS.get(name, name) if isinstance(name, str) else None
 
 
 # Messages, with the keys of sharegpt (from, value) or OpenAI (role, content)
@@ -119,8 +128,7 @@ def read_message(raw: object, where: str, origin: str) -> Message:
     if not isinstance(raw, dict):
         what = f"{where} is of type {type(raw).__name__}"
         fail(origin, what, "Write {'role', 'content'} or {'from', 'value'}.")
-    name = raw.get("role") or raw.get("from")
-    role = SPELLINGS.get(name, name) if isinstance(name, str) else None
+    name, role = raw.get("role") or raw.get("from"), _role(raw)
     if role not in ROLES:
         known = ", ".join([*ROLES, *SPELLINGS])
         remedy = f"Use 'role' or 'from' with one of: {known}; or name the role in data.roles."
@@ -138,7 +146,7 @@ def read_message(raw: object, where: str, origin: str) -> Message:
 
 
 def _is_trained(raw: Message, role: str, where: str, origin: str) -> bool:
-    given = [key for key in _FLAGS if raw.get(key) is not None]
+    given = [key for key in FLAGS if raw.get(key) is not None]
     if not given:
         return True
     flag = given[0]
@@ -182,7 +190,7 @@ def _parts(parts: list[object], where: str, origin: str) -> Message:
                 fail(origin, f"{where} has a part of type {kind!r}, and only text can be trained on", remedy)
             fail(origin, f"{where} has a part that is not text", "Only text can be trained on; remove it.")
         assert isinstance(part, dict)
-        if any(part.get(flag) is not None for flag in _FLAGS):
+        if any(part.get(flag) is not None for flag in FLAGS):
             fail(origin, f"{where} marks a part of its content", "Set 'train' or 'weight' on the whole turn.")
         found[kind].append(text)
     message: Message = {"content": "".join(found["text"])}

@@ -2,7 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 
-from components.data.records.messages import REASONING_KEYS, begins_with_system
+from components.data.records.messages import (
+    FLAGS,
+    REASONING_KEYS,
+    begins_with_system,
+    ends_after_an_answer,
+)
 from components.data.records.options import Format, RecordError, RecordOptions
 
 _QUESTION = ("instruction", "prompt", "input", "query", "history")
@@ -35,8 +40,14 @@ _TWINS = (("role", "from"), ("content", "value"))
 """Pairs of keys of a message the second of which is read only if the message does not have the first one."""
 _MESSAGE_KEYS = (
     *("role", "from", "content", "value", "tool_calls", "name", "tool_call_id"),
-    *(*REASONING_KEYS, "weight", "train", "loss_weight"),
+    *(*REASONING_KEYS, *FLAGS),
 )
+_CONVERSATIONS: Mapping[Format, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("completion",),
+}
+"""Fields that are read up to their last answer."""
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),
     **dict.fromkeys(("weight", "loss_weight", "sample_weight"), "samples have no weights"),
@@ -44,6 +55,7 @@ _REFUSED: Mapping[str, str] = {
     "margin": "only stage=rm reads the margin of a pair",
     "function_call": "calls are read from tool_calls",
     "functions": "definitions of functions are read from tools",
+    "refusal": "answers are read from content",
     "train_detail": "an assistant turn is trained as a whole",
 }
 """Fields that would change what is trained but are not read, each with the reason."""
@@ -51,6 +63,8 @@ _REFUSED: Mapping[str, str] = {
 
 def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: str) -> list[str]:
     """Return the names of fields that have a value and are not read; ``FIELD[].KEY`` for keys of messages.
+
+    Turns after the last answer, which are not read either, are named too.
 
     Raises:
         RecordError: if a field that would change what is trained is not named in ``data.ignore_fields``.
@@ -62,6 +76,9 @@ def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: 
     names = [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
     for name in (name for name in read if name not in _ALWAYS):  # a chat template gets these unchanged
         names += [f"{name}[].{key}" for key in dict.fromkeys(_unread_keys(record.get(name)))]
+    if options.format in _CONVERSATIONS:
+        ends = (name for name in _CONVERSATIONS[options.format] if ends_after_an_answer(record.get(name)))
+        names += [f"{name}[] after the last answer" for name in ends]
     if options.format == "segments":
         names = [name for name in names if name not in ("segments[].text", "segments[].label")]
     for name in names:

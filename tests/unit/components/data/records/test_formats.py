@@ -167,7 +167,7 @@ CASES: dict[str, tuple[Format, dict[str, Any], Sample]] = {
     "turns-after-the-last-answer": ("messages", {"messages": [U, A, U2]}, ChatSample([U, A], None)),
     "untrained-turns": (
         "messages",
-        {"messages": [U, {**A, "weight": 0}, {**U2, "train": False}, {**A2, "loss_weight": 1.0}]},
+        {"messages": [U, {**A, "weight": 0}, {**U2, "training": False}, {**A2, "loss_weight": 1.0}]},
         ChatSample([U, A, U2, A2], None, frozenset({1})),
     ),
     "parts-of-llamafactory": (

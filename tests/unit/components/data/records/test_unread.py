@@ -11,6 +11,7 @@ from components.data.records.options import Format, RecordError, RecordOptions
 from components.data.records.samples import ChatSample, PreferenceSample
 
 U, A = {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}
+HUMAN, GPT = {"from": "human", "value": "U"}, {"from": "gpt", "value": "A"}
 PAIR = {"chosen": "A", "rejected": "B"}
 
 
@@ -32,6 +33,9 @@ PAIR = {"chosen": "A", "rejected": "B"}
         ("unpaired", {"instruction": "U", "input": "I", "output": "A", "label": True}, []),
         ("unpaired", {"instruction": "U", "output": "A", "prompt": "P", "label": True}, ["prompt"]),
         ("messages", {"messages": [{**U, "value": "V"}, A]}, ["messages[].value"]),
+        ("messages", {"messages": [U, A, U]}, ["messages[] after the last answer"]),
+        ("sharegpt", {"conversations": [HUMAN, GPT, HUMAN]}, ["conversations[] after the last answer"]),
+        ("prompt_completion", {"prompt": [U], "completion": [A, U]}, ["completion[] after the last answer"]),
     ],
 )
 def test_a_field_in_whose_place_another_is_read(
@@ -74,6 +78,18 @@ def test_a_pair_without_a_prompt_keeps_its_system_turn() -> None:
 def test_a_field_that_a_system_turn_replaces_is_not_read() -> None:
     record = {"system": "other", "messages": [{"role": "system", "content": "S"}, U, A]}
     assert normalize(record, RecordOptions(format="messages"), "a:1")[1] == ["system"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ({"content": None, "refusal": "No."}, "'messages\\[\\].refusal'"),
+        ({"content": "A", "training": 0.5}, "training of messages\\[1\\] is 0.5"),
+    ],
+)
+def test_what_would_change_the_training_is_refused(answer: dict[str, Any], error: str) -> None:
+    with pytest.raises(RecordError, match=error):
+        normalize({"messages": [U, {"role": "assistant", **answer}]}, RecordOptions(format="messages"), "a:1")
 
 
 @pytest.mark.parametrize("key", ["function_call", "functions"])
