@@ -10,10 +10,12 @@ ROW = ["run.dtype=bf16", "data.max_length=2048"]
 KEPT = "parallelism.activation_checkpointing=none"
 SELECTIVE = "parallelism.activation_checkpointing=selective"
 RECOMPUTED_EXPERTS = [SELECTIVE, "parallelism.recompute_modules=[moe]"]
+TWO = "model.architecture.num_hidden_layers=2"
 FOUR = "model.architecture.num_hidden_layers=4"
 EIGHT = "model.architecture.num_hidden_layers=8"
-OF_1B = ["model=llama3_1b", FOUR]
-OF_8B = ["model=llama3_8b", FOUR]
+SMALL_HEAD = "model.architecture.vocab_size=8192"
+OF_1B = ["model=llama3_1b", TWO]
+OF_8B = ["model=llama3_8b", TWO]
 SINGLE_FP32 = [
     "model=qwen3_0_6b",
     "run.dtype=fp32",
@@ -40,7 +42,7 @@ ONE_ROW = [
 EXPERTS = [
     "model=qwen3_30b_a3b",
     "model.architecture.num_hidden_layers=2",
-    "model.architecture.vocab_size=8192",
+    SMALL_HEAD,
     "run.micro_batch_size=4",
     "run.global_batch_size=32",
     "stage=pt",
@@ -98,7 +100,13 @@ LARGE = {
     "8b lora on one rank": [*OF_8B, KEPT, "parallelism=single", "adapter=lora", "stage=pt"],
     "8b dpo on one rank": [*OF_8B, KEPT, "parallelism=single", "stage=dpo"],
     "1b reward model": [*OF_1B, "parallelism=fsdp2", "parallelism.dp=8", "stage=rm", NOISE],
-    "1b megatron reward model in fp16": [*OF_1B, "parallelism=megatron_dp2", "run.dtype=fp16", "stage=rm"],
+    "1b megatron reward model in fp16": [
+        *OF_1B,
+        FOUR,
+        "parallelism=megatron_dp2",
+        "run.dtype=fp16",
+        "stage=rm",
+    ],
     "1b tr-dpo in fp16": [*OF_1B, "parallelism=fsdp2", "parallelism.dp=8", "run.dtype=fp16", *TR_DPO],
     "1b megatron tr-dpo": [*OF_1B, "parallelism=tp2", *TR_DPO, NOISE],
     "8b lora": [*OF_8B, "parallelism=fsdp2", "parallelism.dp=8", "adapter=lora"],
@@ -206,12 +214,14 @@ LARGE = {
     "0.6b averaged by its optimizer": [*ONE_ROW, "optimizer=schedule_free"],
     "8b in part": [
         *OF_8B,
+        FOUR,
         "parallelism=fsdp2",
         "parallelism.dp=8",
         "parallelism.recompute_num_layers=2",
     ],
     "8b in groups": [
         *OF_8B,
+        FOUR,
         "parallelism=fsdp2",
         "parallelism.dp=8",
         "parallelism.blocks_per_group=3",
@@ -220,6 +230,7 @@ LARGE = {
     ],
     "8b lora in groups": [
         *OF_8B,
+        FOUR,
         "parallelism=fsdp2",
         "parallelism.dp=8",
         "parallelism.blocks_per_group=2",
@@ -229,6 +240,7 @@ LARGE = {
     ],
     "8b lora in large groups": [
         *OF_8B,
+        FOUR,
         "parallelism=fsdp2",
         "parallelism.dp=8",
         "parallelism.blocks_per_group=3",
@@ -239,6 +251,7 @@ LARGE = {
     ],
     "8b megatron in part": [
         *OF_8B,
+        FOUR,
         "parallelism=pp2",
         "parallelism.dp=4",
         "parallelism.distributed_optimizer=true",
@@ -336,7 +349,7 @@ OTHER_TRAFFIC = {
     ),
     "a tied embedding in a pipeline": (
         "pp",
-        [*OF_1B, "parallelism=pp2vpp2", "data.max_length=2048", "run.global_batch_size=16"],
+        [*OF_1B, FOUR, "parallelism=pp2vpp2", "data.max_length=2048", "run.global_batch_size=16"],
     ),
     "shards and replicas": ("dp_replicate", [*ONE_LAYER, *REPLICAS]),
     "shards of replicas": ("dp_shard", [*ONE_LAYER, *REPLICAS]),
@@ -412,7 +425,7 @@ def test_the_estimate_is_the_peak(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", RECOMPUTED_MLPS)
 def test_recomputed_modules_are_estimated(name: str, tmp_path: Path) -> None:
     """The estimates of what is saved differ most with dropout, by 12%."""
-    on = [*ROW, "preflight.device_memory=400GiB", *RECOMPUTED_MLPS[name], "stage=pt"]
+    on = [*ROW, "preflight.device_memory=400GiB", *RECOMPUTED_MLPS[name], FOUR, "stage=pt"]
     kept, again = (
         rehearsed(tmp_path / str(number), *on, *keys) for number, keys in enumerate(([KEPT], MODULES))
     )
@@ -540,7 +553,7 @@ def test_gradients_that_are_added_by_products_need_no_other_kernel(tmp_path: Pat
 
 def test_products_and_gathers_in_float8(tmp_path: Path) -> None:
     """Tokens are padded to a multiple of 16 in float8, and a gathered weight is sent in one byte, not two."""
-    on = ["model=llama3_1b", "parallelism=fsdp2", "parallelism.dp=4", "preflight.steps=1"]
+    on = [*OF_1B, SMALL_HEAD, "parallelism=fsdp2", "parallelism.dp=4", "preflight.steps=1"]
     gathered = ["run.dtype=fp8", "parallelism.fp8_recipe=tensorwise", "parallelism.fp8_all_gather=true"]
     half = rehearsed(tmp_path / "half", *on, "run.dtype=bf16")
     less = rehearsed(tmp_path / "less", *on, *gathered)
