@@ -110,7 +110,7 @@ def begins_with_system(turns: object) -> bool:
     return isinstance(turns, list) and _role(next(iter(turns), None)) == "system"
 
 
-def ends_after_an_answer(turns: object) -> bool:
+def ends_without_an_answer(turns: object) -> bool:
     """Return whether ``turns``, a field of a record, is a list of messages whose last one is no answer."""
     return isinstance(turns, list) and _role(next(iter(turns[::-1]), None)) in {*ROLES} - {"assistant"}
 

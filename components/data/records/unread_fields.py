@@ -6,7 +6,7 @@ from components.data.records.messages import (
     FLAGS,
     REASONING_KEYS,
     begins_with_system,
-    ends_after_an_answer,
+    ends_without_an_answer,
 )
 from components.data.records.options import Format, RecordError, RecordOptions
 
@@ -77,7 +77,7 @@ def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: 
     for name in (name for name in read if name not in _ALWAYS):  # a chat template gets these unchanged
         names += [f"{name}[].{key}" for key in dict.fromkeys(_unread_keys(record.get(name)))]
     if options.format in _CONVERSATIONS:
-        ends = (name for name in _CONVERSATIONS[options.format] if ends_after_an_answer(record.get(name)))
+        ends = (name for name in _CONVERSATIONS[options.format] if ends_without_an_answer(record.get(name)))
         names += [f"{name}[] after the last answer" for name in ends]
     if options.format == "segments":
         names = [name for name in names if name not in ("segments[].text", "segments[].label")]
