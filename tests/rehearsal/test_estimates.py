@@ -8,6 +8,7 @@ from tests.rehearsal.rehearsed import GIB, Rehearsed, rehearsed
 
 ROW = ["run.dtype=bf16", "data.max_length=2048"]
 KEPT = "parallelism.activation_checkpointing=none"
+RECOMPUTED = "parallelism.activation_checkpointing=full"
 SELECTIVE = "parallelism.activation_checkpointing=selective"
 RECOMPUTED_EXPERTS = [SELECTIVE, "parallelism.recompute_modules=[moe]"]
 TWO = "model.architecture.num_hidden_layers=2"
@@ -47,6 +48,12 @@ EXPERTS = [
     "run.global_batch_size=32",
     "stage=pt",
 ]
+ONE_MICROBATCH = [
+    *EXPERTS,
+    *("parallelism=fsdp2", "parallelism.dp=8"),
+    *("run.micro_batch_size=1", "run.global_batch_size=8"),
+]
+ONE_GROUP = ["parallelism.blocks_per_group=2", KEPT]
 LATENT = [
     "model=deepseek_tiny",
     *(
@@ -179,6 +186,14 @@ LARGE = {
     ],
     "experts on two ranks": [*EXPERTS, "parallelism=fsdp2", "parallelism.dp=8", "parallelism.ep=2"],
     "experts on eight ranks": [*EXPERTS, "parallelism=fsdp2", *EP8, KEPT],
+    "experts of all layers in one group": [*ONE_MICROBATCH, *ONE_GROUP, "parallelism.dp_replicate=2"],
+    "experts on two ranks in one group": [*ONE_MICROBATCH, *ONE_GROUP, "parallelism.ep=2"],
+    "experts on four ranks, kept": [
+        *ONE_MICROBATCH,
+        RECOMPUTED,
+        "parallelism.ep=4",
+        "parallelism.reshard_after_forward=false",
+    ],
     "experts with megatron": [*EXPERTS, "parallelism=megatron", *EP8],
     "experts with megatron, gathered": [
         *EXPERTS,
@@ -271,7 +286,6 @@ RECOMPUTED_MLPS = {
     ],
 }
 FSDP2 = ["parallelism=fsdp2_tp2", "parallelism.dp=1"]
-RECOMPUTED = "parallelism.activation_checkpointing=full"
 TENSOR_PARALLEL = {
     "megatron": ["parallelism=tp2", "stage=dpo"],
     "megatron recomputed": ["parallelism=tp2", RECOMPUTED],

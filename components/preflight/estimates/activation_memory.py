@@ -211,7 +211,8 @@ class BlockActivations:
         freed = self.mlp.kept * self.run.size + self.hidden * (self.norm_product + self.run.size)
         of_norm = self.hidden * self.norm_gradients - freed
         gradients = int(tokens * (self.hidden * self.run.size + of_norm))
-        return self.again(tokens) + max(gradients, self.dora_products * self.run.size)
+        dora = self.dora_products * self.run.size
+        return self.again(tokens) + (max(gradients, dora) if dora else gradients)
 
     def again(self, tokens: int) -> int:
         """Return the bytes of recomputed activations that exist at the same time.

@@ -250,6 +250,8 @@ class StepMemory:
                 yield self.during_earlier_head(number)
             if block.kind == "moe":
                 yield from (self.during_experts(number), self.during_block(number, "experts"))
+                yield self.before_expert_reduction(number)
+        yield from (self.before_reduction(group) for group in self.groups)
         yield self.during_embedding()
         yield self.before_root_reduction()
         yield self.during_root_reduction()
@@ -398,13 +400,13 @@ class StepMemory:
         Experts that ep ranks split are freed after their own backward pass.
         """
         blocks, group = self.weights.blocks, self.group(number)
+        freed = blocks[number + (part != "norm") : group.stop]
+        separate = sum(each.ep_gathered(self.size) for each in freed)
         if not self.layout.reshard_after_forward:
-            return self.gathered(blocks[: group.stop])
+            return self.gathered(blocks[: group.stop]) - separate
         before = self.groups[: self.groups.index(group)][-(self.layout.prefetch_groups or 1) :]
         coming = sum(self.sent(*self.parts_of(each)) for each in before)
         coming *= 2 if self.run.device == "cpu" else 1
-        freed = blocks[number + (part != "norm") : group.stop]
-        separate = sum(each.ep_gathered(self.size) for each in freed)
         return self.gathered(self.parts_of(group)) - separate + coming
 
     def sent_grads(self, number: int, part: str) -> int:
@@ -417,9 +419,36 @@ class StepMemory:
             return self.reduced_bytes(own.ep_trained)
         if end == len(self.blocks):
             return 0
-        return self.reduced_bytes(
-            sum(each.trained - each.ep_trained for each in self.parts_of(self.group(end)))
-        )
+        return self.reduced_bytes(self.trained_together(self.group(end)))
+
+    def trained_together(self, group: range) -> int:
+        """Return the number of elements of a group whose gradients are reduced together."""
+        return sum(part.trained - part.ep_trained for part in self.parts_of(group))
+
+    def before_expert_reduction(self, number: int) -> Bytes:
+        """Return the bytes when gradients of experts that ep ranks split are in their reduction buffer."""
+        own, accumulates = self.weights.blocks[number], self.accumulated_grads(self.weights.parts) > 0
+        rounded = 0 if accumulates else own.ep_trained * self.size
+        return add_by_name(self.during_block(number, "norm"), {"gradients": rounded})
+
+    def before_reduction(self, group: range) -> Bytes:
+        """Return the bytes when the gradients of a group of blocks have been copied to the reduction buffer.
+
+        The weights of the group have been freed.
+        """
+        parts, first = self.parts_of(group), group.start
+        trained = self.trained_together(group)
+        earlier = self.accumulated_grads((self.weights.root, *self.weights.blocks[: group.stop]))
+        return {
+            "gathered": self.gathered_backward(first, "norm") - self.gathered(parts) + self.gathered(()),
+            "activations": self.saved(first, resident=1) + self.tokens * self.hidden * self.size,
+            "gradients": self.sharded_grads(group.stop)
+            + self.ep_sharded_grads(parts)
+            + (earlier or trained * self.size)
+            + self.weights.head * self.size
+            + self.waiting_grads(first),
+            "buffers": self.reduced_bytes(trained),
+        }
 
     def during_embedding(self) -> Bytes:
         """Return the bytes when the gradient of the embedding, one full matrix, is computed."""
@@ -427,7 +456,7 @@ class StepMemory:
         return {
             "gathered": self.gathered(()),
             "gradients": self.sharded_grads(0) + self.accumulated_grads([self.weights.root]) + new,
-            "buffers": self.reduced(*self.parts_of(self.group(0))),
+            "buffers": self.reduced_bytes(self.trained_together(self.group(0))),
         }
 
     def before_root_reduction(self) -> Bytes:
