@@ -47,8 +47,9 @@ class Batch:
     num_keys: int | None = None
     """With ``prefix_lengths``: the number of attention keys, T plus the sum of ``prefix_lengths``."""
     sequence_keys: Tensor | None = None
-    """int64 ``[S]``: a seed for the noise of each sequence (NEFTune), different in every train step. It does
-    not depend on ranks, micro-batches or packing."""
+    """int64 ``[S]``: a seed for the random numbers of each sequence (NEFTune, dropout of adapters), different
+    in every train step. It does not depend on ranks, micro-batches or packing. None means that there are no
+    random numbers."""
     pair_index: Tensor | None = None
     """int64 ``[S]``, preference data: ``2 * pair`` for chosen, ``2 * pair + 1`` for rejected, -1 without a
     pair."""

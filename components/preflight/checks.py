@@ -337,13 +337,17 @@ def check_shared_prompt(share_prompt: bool, layout: ParallelismSpec) -> None:
         )
 
 
-def check_neftune(alpha: float, share_prompt: bool) -> None:
-    """Raise ConfigError if NEFTune is used with shared prompts: two answers would share a prompt's noise."""
-    if alpha and share_prompt:
-        raise ConfigError(
-            "model.neftune_alpha: two answers of one prompt would share its noise (data.share_prompt); use "
-            "data.share_prompt=false, or leave it out."
-        )
+def check_shared_prompts(alpha: float, dropout: float, share_prompt: bool) -> None:
+    """Raise ConfigError if two answers would share the random numbers of their prompt.
+
+    ``alpha`` is that of NEFTune, and ``dropout`` that of the adapter.
+    """
+    for key, value in (("model.neftune_alpha", alpha), ("adapter.dropout", dropout)):
+        if value and share_prompt:
+            raise ConfigError(
+                f"{key}: two answers would share the random numbers of their prompt (data.share_prompt); use "
+                "data.share_prompt=false, or leave it out."
+            )
 
 
 def check_mtp_stage(layers: int, kind: str) -> None:

@@ -266,6 +266,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["stage=dpo", "data.share_prompt=true", "model.neftune_alpha=5"],
         ["model.neftune_alpha", "data.share_prompt=false"],
     ),
+    "dropout of shared prompts": (
+        ["stage=dpo", "data.share_prompt=true", "adapter=lora", "adapter.dropout=0.1"],
+        ["adapter.dropout", "data.share_prompt=false"],
+    ),
     "negative noise": (["model.neftune_alpha=-1.0"], ["model.neftune_alpha", "at least 0"]),
     "profile of nobody": (["profiler.enabled=true", "profiler.ranks=[]"], ["profiler.ranks", "use [0]"]),
     "fused kernels without a GPU": (["run.kernels=liger"], ["run.kernels", "GPU", "run.kernels=auto"]),

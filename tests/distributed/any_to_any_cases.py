@@ -76,13 +76,13 @@ WORK: dict[str, tuple[str, ...]] = {
     "lora dropout": (*LORA, "adapter.dropout=0.2"),
     "attention dropout": (*UNLUCKY, "+model.architecture.attention_dropout=0.2"),
     "qlora": (*LORA, "adapter.quantize=nf4"),
-    "dpo": (
-        *("stage=dpo", "optimizer.lr=1e-5"),
-        *("stage.loss=[sigmoid,bco_pair]", "stage.loss_weights=[0.8,0.2]"),
-    ),
+    "dpo": ("stage=dpo", "optimizer.lr=1e-5"),
     "rm": ("stage=rm", "optimizer.lr=1e-5"),
     "lora rm": ("stage=rm", "adapter=lora", "optimizer.lr=1e-5"),
-    "tr-dpo": ("stage=dpo", "optimizer.lr=1e-5", "stage.sync_reference_every=2"),
+    "tr-dpo": (
+        *("stage=dpo", "optimizer.lr=1e-5", "stage.sync_reference_every=2"),
+        *("stage.loss=[sigmoid,bco_pair]", "stage.loss_weights=[0.8,0.2]"),
+    ),
     "wpo": ("stage=dpo", "optimizer.lr=1e-5", "stage.wpo=true"),
     "neftune": (*UNLUCKY, "model.neftune_alpha=5.0"),
     "fp16": (*UNLUCKY, "run.dtype=fp16", "run.loss_scale.growth_interval=2"),

@@ -35,9 +35,9 @@ def without_cpp() -> Iterator[None]:
         yield
 
 
-def one_step_in_4_bits(on: FSDP2, adapter: LoRA) -> Compiled:
+def one_traced_step(on: FSDP2, family: str, adapter: LoRA) -> Compiled:
     with without_cpp():
-        return one_step(on, "llama", "packed", adapter)
+        return one_step(on, family, "packed", adapter)
 
 
 def one_step(on: FSDP2, family: str, layout: str, adapter: LoRA | None = None) -> Compiled:

@@ -111,7 +111,7 @@ def begins_with_system(turns: object) -> bool:
 
 
 def ends_without_an_answer(turns: object) -> bool:
-    """Return whether ``turns``, a field of a record, is a list of messages whose last one is no answer."""
+    """Return whether ``turns``, a field of a record, is a list of messages without an answer at its end."""
     return isinstance(turns, list) and _role(next(iter(turns[::-1]), None)) in {*ROLES} - {"assistant"}
 
 

@@ -42,12 +42,6 @@ _MESSAGE_KEYS = (
     *("role", "from", "content", "value", "tool_calls", "name", "tool_call_id"),
     *(*REASONING_KEYS, *FLAGS),
 )
-_CONVERSATIONS: Mapping[Format, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "prompt_completion": ("completion",),
-}
-"""Fields that are read up to their last answer."""
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),
     **dict.fromkeys(("weight", "loss_weight", "sample_weight"), "samples have no weights"),
@@ -76,9 +70,8 @@ def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: 
     names = [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
     for name in (name for name in read if name not in _ALWAYS):  # a chat template gets these unchanged
         names += [f"{name}[].{key}" for key in dict.fromkeys(_unread_keys(record.get(name)))]
-    if options.format in _CONVERSATIONS:
-        ends = (name for name in _CONVERSATIONS[options.format] if ends_without_an_answer(record.get(name)))
-        names += [f"{name}[] after the last answer" for name in ends]
+    ends = (name for name in _conversations(record, options.format) if name in read)
+    names += [f"{name}[] after the last answer" for name in ends if ends_without_an_answer(record.get(name))]
     if options.format == "segments":
         names = [name for name in names if name not in ("segments[].text", "segments[].label")]
     for name in names:
@@ -148,6 +141,18 @@ def _displaced(record: Mapping[str, object], format: Format) -> Iterator[str]:
     yield from (name for name in _PROMPTS if name != found)
     if found != "instruction":
         yield from ("input", "query", "history")
+
+
+def _conversations(record: Mapping[str, object], format: Format) -> tuple[str, ...]:
+    """Return the fields that are read up to their last answer."""
+    if format == "unpaired" and record.get("completion") is None:
+        return ("messages", "conversations")
+    fields: Mapping[Format, tuple[str, ...]] = {
+        "messages": ("messages",),
+        "sharegpt": ("conversations",),
+        "prompt_completion": ("completion",),
+    }
+    return fields.get(format, ())
 
 
 def _unread_keys(value: object) -> Iterator[str]:

@@ -117,7 +117,7 @@ class LogProbModel(nn.Module):
             keys, spread = self.neftune.noise_of(batch)
             self.noise.given = own(keys), own(spread)
         if self.dropout_seed is not None and self.training:
-            self.hashes.tokens = dropout_hashes(own(token_hashes(batch, self.dropout_seed)))
+            self.hashes.values = dropout_hashes(own(token_hashes(batch, self.dropout_seed)))
         hidden = self.lm.base_model(
             input_ids=own(batch.input_ids),
             position_ids=own(batch.position_ids),

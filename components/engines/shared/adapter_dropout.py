@@ -1,6 +1,7 @@
 """Dropout of the inputs of adapters, the same in every layout.
 
-Whether an element is dropped is a function of the token (see ``token_hash.py``), the layer and the channel.
+Whether an element is dropped is a function of the token's sequence and position in this step (see
+``token_hash.py``), the layer and the channel.
 Ranks that share a token therefore drop the same elements of it, without exchanging anything, and a
 recomputation drops what the forward pass has dropped.
 """
@@ -20,11 +21,11 @@ CHUNK = 1 << 24
 
 @dataclass
 class TokenHashes:
-    """The tokens of the micro-batch whose forward or backward pass is running."""
+    """The hashes of the tokens of the micro-batch whose forward or backward pass is running."""
 
-    tokens: Tensor | None = None
-    """``dropout_hashes`` of the tokens in the input of the adapted layers, in its order. None before the
-    first training pass."""
+    values: Tensor | None = None
+    """``dropout_hashes`` of the tokens in the input of the adapted layers, in its order. None if the pass has
+    no dropout."""
 
 
 def dropout_hashes(hashes: Tensor) -> Tensor:
@@ -46,8 +47,8 @@ def drop(hidden: Tensor, hashes: TokenHashes, channels: Tensor, probability: flo
         hashes: those of its tokens.
         channels: ``channel_hashes`` of its channels, ``[H]``.
     """
-    assert hashes.tokens is not None, "the engine gives the hashes before a training pass"
-    tokens = hashes.tokens.reshape(*hidden.shape[:-1], 1)
+    assert hashes.values is not None, "the engine gives the hashes before a training pass"
+    tokens = hashes.values.reshape(*hidden.shape[:-1], 1)
     dropped: Tensor = Dropout.apply(hidden, tokens, channels, probability)
     return dropped
 
@@ -73,7 +74,7 @@ def masked(values: Tensor, tokens: Tensor, channels: Tensor, probability: float)
         # The product of two odd random numbers, modulo 2 ** 32, is random too, and signed.
         kept = tokens * channels >= round(probability * 2**32) - 2**31
         return torch.where(kept, values, 0).mul_(1 / (1 - probability))
-    made = torch.empty_like(values)
+    made = torch.empty_like(values, memory_format=torch.contiguous_format)
     rows, width = tokens.reshape(-1, 1), values.shape[-1]
     parts = (
         tensor.split(max(CHUNK // width, 1))

@@ -1,7 +1,7 @@
 """NEFTune (Jain et al. 2023): uniform noise on the embeddings of train steps, the same in every layout.
 
-The noise is a function of the token (see ``token_hash.py``) and the channel. Its absolute value is at most
-``alpha / sqrt(L * H)`` for a sequence of L tokens and H channels.
+The noise is a function of the sequence, the position (see ``token_hash.py``) and the channel. Its absolute
+value is at most ``alpha / sqrt(L * H)`` for a sequence of L tokens and H channels.
 """
 
 import math

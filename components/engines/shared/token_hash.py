@@ -1,8 +1,9 @@
-"""Random numbers that are functions of the token, so that they are the same in every layout."""
+"""Random numbers that are functions of a token's sequence and position, so that every layout has the same."""
 
 from torch import Tensor
 
 from components.contracts.batch import Batch
+from components.contracts.errors import ConfigError
 
 MASK = (1 << 32) - 1
 
@@ -19,8 +20,15 @@ def token_hashes(batch: Batch, seed: int) -> Tensor:
 
     It is a function of ``seed``, the step, the sequence and the position in the sequence, so it does not
     depend on the number of ranks or on the micro-batches. Hashes of padding have no meaning.
+
+    Raises:
+        ConfigError: if the batch has no ``sequence_keys``.
     """
-    assert batch.sequence_keys is not None, "the data loader numbers the sequences"
+    if batch.sequence_keys is None:
+        raise ConfigError(
+            "Batch.sequence_keys: is None; model.neftune_alpha and adapter.dropout need a key of each "
+            "sequence, another one in every step."
+        )
     keys = batch.sequence_keys + seed
     keys = scramble(scramble(keys & MASK) ^ (keys >> 32 & MASK))
     return scramble(keys[batch.real_sequence_ids()] ^ batch.position_ids)

@@ -212,6 +212,7 @@ class BlockActivations:
         of_norm = self.hidden * self.norm_gradients - freed
         gradients = int(tokens * (self.hidden * self.run.size + of_norm))
         dora = self.dora_products * self.run.size
+        # Less than 0 if the MLP has freed more than the gradients take.
         return self.again(tokens) + (max(gradients, dora) if dora else gradients)
 
     def again(self, tokens: int) -> int:

@@ -250,7 +250,6 @@ class StepMemory:
                 yield self.during_earlier_head(number)
             if block.kind == "moe":
                 yield from (self.during_experts(number), self.during_block(number, "experts"))
-                yield self.before_expert_reduction(number)
         yield from (self.before_reduction(group) for group in self.groups)
         yield self.during_embedding()
         yield self.before_root_reduction()
@@ -373,7 +372,7 @@ class StepMemory:
         """
         blocks, group = self.weights.blocks, self.group(number)
         own = {
-            "gathered": self.gathered_backward(group.start, "norm") - self.gathered(self.parts_of(group)),
+            "gathered": self.gathered_after(group),
             "activations": self.saved(number, resident=1) + self.final_norm,
             "gradients": self.sharded_grads(number)
             + self.accumulated_grads((self.weights.root, *blocks[:number]))
@@ -381,9 +380,8 @@ class StepMemory:
             + self.waiting_grads(number),
             "buffers": self.reduced(*self.parts_of(group)),
         }
-        root = {"gathered": self.gathered(())}
         pending = number + 1 - (len(blocks) - self.num_mtp_layers)
-        return add_by_name(own, root, *[self.kept_by_head] * pending)
+        return add_by_name(own, *[self.kept_by_head] * pending)
 
     def waiting_grads(self, number: int) -> int:
         """Return the bytes of the gradient of the embedding from the MTP layers from ``number`` on.
@@ -404,19 +402,31 @@ class StepMemory:
         separate = sum(each.ep_gathered(self.size) for each in freed)
         if not self.layout.reshard_after_forward:
             return self.gathered(blocks[: group.stop]) - separate
+        return self.gathered(self.parts_of(group)) - separate + self.coming(group)
+
+    def gathered_after(self, group: range) -> int:
+        """Return the bytes of gathered weights after the backward pass of a group, whose own are freed."""
+        if not self.layout.reshard_after_forward:
+            return self.gathered(self.weights.blocks[: group.start])
+        return self.gathered(()) + self.coming(group)
+
+    def coming(self, group: range) -> int:
+        """Return the bytes of the weights that are gathered in the backward pass of the group after them."""
         before = self.groups[: self.groups.index(group)][-(self.layout.prefetch_groups or 1) :]
         coming = sum(self.sent(*self.parts_of(each)) for each in before)
-        coming *= 2 if self.run.device == "cpu" else 1
-        return self.gathered(self.parts_of(group)) - separate + coming
+        return coming * (2 if self.run.device == "cpu" else 1)
 
     def sent_grads(self, number: int, part: str) -> int:
         """Return the bytes of gradients that are being sent in the backward pass of a block.
 
-        They are those of the next group, or of the block's own experts if ep ranks split them.
+        They are those of the next group, or of experts that ep ranks split: the block's own, or those of the
+        next block of its group.
         """
         own, end = self.weights.blocks[number], self.group(number).stop
         if own.ep_numel and part == "norm":
             return self.reduced_bytes(own.ep_trained)
+        if number + 1 < end and self.weights.blocks[number + 1].ep_numel:
+            return self.reduced_bytes(self.weights.blocks[number + 1].ep_trained)
         if end == len(self.blocks):
             return 0
         return self.reduced_bytes(self.trained_together(self.group(end)))
@@ -424,12 +434,6 @@ class StepMemory:
     def trained_together(self, group: range) -> int:
         """Return the number of elements of a group whose gradients are reduced together."""
         return sum(part.trained - part.ep_trained for part in self.parts_of(group))
-
-    def before_expert_reduction(self, number: int) -> Bytes:
-        """Return the bytes when gradients of experts that ep ranks split are in their reduction buffer."""
-        own, accumulates = self.weights.blocks[number], self.accumulated_grads(self.weights.parts) > 0
-        rounded = 0 if accumulates else own.ep_trained * self.size
-        return add_by_name(self.during_block(number, "norm"), {"gradients": rounded})
 
     def before_reduction(self, group: range) -> Bytes:
         """Return the bytes when the gradients of a group of blocks have been copied to the reduction buffer.
@@ -440,7 +444,7 @@ class StepMemory:
         trained = self.trained_together(group)
         earlier = self.accumulated_grads((self.weights.root, *self.weights.blocks[: group.stop]))
         return {
-            "gathered": self.gathered_backward(first, "norm") - self.gathered(parts) + self.gathered(()),
+            "gathered": self.gathered_after(group),
             "activations": self.saved(first, resident=1) + self.tokens * self.hidden * self.size,
             "gradients": self.sharded_grads(group.stop)
             + self.ep_sharded_grads(parts)

@@ -27,11 +27,11 @@ class MicrobatchHashes:
     @classmethod
     def of(cls, batch: Batch, row: CPShard, layout: Layout, seed: int, device: torch.device) -> Self:
         """Return the hashes of this rank's share ``row`` of ``batch``."""
-        rows = dropout_hashes(row.scatter(token_hashes(batch, seed))).t().contiguous()
-        split = rows
+        hashes = dropout_hashes(row.scatter(token_hashes(batch, seed))).t().contiguous()
+        rows = split = to_device(hashes, device)
         if layout.sequence_parallel:
             split = rows.chunk(layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
-        return cls(to_device(rows, device), to_device(split, device))
+        return cls(rows, split)
 
 
 @dataclass(frozen=True)
@@ -42,4 +42,4 @@ class InputHashes:
     split: TokenHashes = field(default_factory=TokenHashes)
 
     def use(self, given: MicrobatchHashes | None) -> None:
-        self.rows.tokens, self.split.tokens = (None, None) if given is None else (given.rows, given.split)
+        self.rows.values, self.split.values = (None, None) if given is None else (given.rows, given.split)

@@ -89,8 +89,7 @@ class MegatronEngine(TrainStepEngine):
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         adapter = options.adapter
         self.dropout_seed = options.seed if adapter is not None and adapter.dropout else None
-        # For dropout in attention, ranks that share a token's activations use one random stream, all others
-        # their own.
+        # Dropout in attention draws from Megatron's tracker, which has another stream on every tp rank.
         model_parallel_cuda_manual_seed(options.seed + 100 * random_stream())
         self.hf = model.config()
         self.meta = model.meta_model

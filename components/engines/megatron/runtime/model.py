@@ -53,7 +53,7 @@ class ForwardRequest:
     """Keys and bounds of the noise on embeddings (see ``NEFTune.noise_of``): ``[B, L]``, or ``[L / tp, B]``
     with sequence parallelism. None means no noise."""
     hashes: MicrobatchHashes | None = None
-    """The tokens, for the dropout of adapters. None means no dropout."""
+    """The hashes of the tokens, for the dropout of adapters. None means no dropout."""
     routing: TokenRouting | None = None
     """Input for the routers. None means that this rank has no routers."""
     mtp: tuple["ForwardRequest", ...] = ()

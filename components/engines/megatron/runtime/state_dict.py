@@ -144,9 +144,8 @@ def load(
 ) -> None:
     """Restore the state from a checkpoint that any engine wrote on any number of ranks.
 
-    Ranks that share a token's activations must use the same dropout mask, so all ranks of a tp group take the
-    default random states of its first rank. A state whose rank did not exist when the checkpoint was written
-    stays as it is.
+    All ranks of a tp group take the default random states of its first rank, as at the start of a run. A
+    state whose rank did not exist when the checkpoint was written stays as it is.
     """
     keys, first = saved_keys(path), parallel_state.get_tensor_model_parallel_src_rank()
     streams = {name: value for name, value in random_states(device, first).items() if name in keys}

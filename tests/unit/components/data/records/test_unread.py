@@ -34,6 +34,8 @@ PAIR = {"chosen": "A", "rejected": "B"}
         ("unpaired", {"instruction": "U", "output": "A", "prompt": "P", "label": True}, ["prompt"]),
         ("messages", {"messages": [{**U, "value": "V"}, A]}, ["messages[].value"]),
         ("messages", {"messages": [U, A, U]}, ["messages[] after the last answer"]),
+        ("unpaired", {"messages": [U, A, U], "label": True}, ["messages[] after the last answer"]),
+        ("unpaired", {"messages": [U], "completion": "A", "label": True}, []),
         ("sharegpt", {"conversations": [HUMAN, GPT, HUMAN]}, ["conversations[] after the last answer"]),
         ("prompt_completion", {"prompt": [U], "completion": [A, U]}, ["completion[] after the last answer"]),
     ],

@@ -1,4 +1,4 @@
-"""Dropout that is a function of token, layer and channel: its numbers, and what they are independent of."""
+"""Dropout that is a function of position, layer and channel: its numbers, and what does not change them."""
 
 import zlib
 from dataclasses import replace
@@ -82,8 +82,11 @@ def test_the_mean_stays_and_gradients_pass_where_elements_do() -> None:
 def test_a_mask_is_the_same_if_it_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = packed(sequences())
     whole = kept(batch, 0.3)
+    hashes = TokenHashes(dropout_hashes(token_hashes(batch, 0)).t())
+    turned = torch.ones(1, batch.labels.shape[1], 96).transpose(0, 1)
     monkeypatch.setattr("components.engines.shared.adapter_dropout.CHUNK", 5 * 96)
     assert torch.equal(kept(batch, 0.3), whole)
+    assert torch.equal(drop(turned, hashes, channel_hashes(LAYER, range(96), CPU), 0.3)[:, 0] != 0, whole[0])
 
 
 def test_a_token_keeps_its_elements_in_any_batch_and_layout() -> None:
