@@ -337,7 +337,7 @@ def check_shared_prompt(share_prompt: bool, layout: ParallelismSpec) -> None:
         )
 
 
-def check_shared_prompts(alpha: float, dropout: float, share_prompt: bool) -> None:
+def check_random_numbers(alpha: float, dropout: float, share_prompt: bool) -> None:
     """Raise ConfigError if two answers would share the random numbers of their prompt.
 
     ``alpha`` is that of NEFTune, and ``dropout`` that of the adapter.

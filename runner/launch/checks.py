@@ -435,7 +435,7 @@ def check_parts(experiment: Experiment) -> PreTrainedModel:
     model = experiment.model
     checks.check_shared_prompt(experiment.data.share_prompt, experiment.parallelism)
     dropout = getattr(experiment.adapter, "dropout", 0.0)
-    checks.check_shared_prompts(model.neftune_alpha, dropout, experiment.data.share_prompt)
+    checks.check_random_numbers(model.neftune_alpha, dropout, experiment.data.share_prompt)
     checks.check_mtp_stage(model.mtp.num_layers, experiment.stage.kind)
     for logger in experiment.logger.values():
         logger.check()

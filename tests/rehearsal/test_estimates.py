@@ -20,7 +20,7 @@ OF_8B = ["model=llama3_8b", TWO]
 SINGLE_FP32 = [
     "model=qwen3_0_6b",
     "run.dtype=fp32",
-    "model.architecture.num_hidden_layers=2",
+    TWO,
     "data.max_length=1024",
 ]
 DROPOUT = [*OF_8B, KEPT, "adapter=lora", "adapter.dropout=0.1"]
@@ -42,7 +42,7 @@ ONE_ROW = [
 ]
 EXPERTS = [
     "model=qwen3_30b_a3b",
-    "model.architecture.num_hidden_layers=2",
+    TWO,
     SMALL_HEAD,
     "run.micro_batch_size=4",
     "run.global_batch_size=32",
@@ -176,7 +176,7 @@ LARGE = {
     ],
     "8b predicting later tokens": [
         "model=llama3_8b",
-        "model.architecture.num_hidden_layers=2",
+        TWO,
         "stage=pt",
         "parallelism=fsdp2",
         "parallelism.dp=16",
@@ -218,7 +218,7 @@ LARGE = {
     "8b megatron kto": [*KTO, "parallelism=megatron_dp2"],
     "0.6b with a trained head": [
         "model=qwen3_0_6b",
-        "model.architecture.num_hidden_layers=4",
+        FOUR,
         "model.architecture.tie_word_embeddings=false",
         "parallelism=fsdp2",
         "parallelism.dp=2",

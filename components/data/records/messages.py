@@ -107,12 +107,12 @@ def read_turns(record: Mapping[str, object], key: str, origin: str) -> list[Mess
 
 def begins_with_system(turns: object) -> bool:
     """Return whether ``turns``, a field of a record, is a list of messages that begins with a system turn."""
-    return isinstance(turns, list) and _role(next(iter(turns), None)) == "system"
+    return isinstance(turns, list) and bool(turns) and _role(turns[0]) == "system"
 
 
 def ends_without_an_answer(turns: object) -> bool:
     """Return whether ``turns``, a field of a record, is a list of messages without an answer at its end."""
-    return isinstance(turns, list) and _role(next(iter(turns[::-1]), None)) in {*ROLES} - {"assistant"}
+    return isinstance(turns, list) and bool(turns) and _role(turns[-1]) not in (None, "assistant")
 
 
 def _role(raw: object) -> str | None:

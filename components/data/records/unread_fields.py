@@ -36,6 +36,13 @@ _ALTERNATIVES: Mapping[Format, tuple[tuple[str, str], ...]] = {
     "unpaired": (("label", "kto_tag"), ("output", "response"), ("input", "query")),
 }
 """Pairs of fields the second of which is read only if a record does not have the first one."""
+_UP_TO_AN_ANSWER: Mapping[Format, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("completion",),
+    "unpaired": ("messages", "conversations"),
+}
+"""Fields that are read up to their last answer; in unpaired data only if there is no completion."""
 _TWINS = (("role", "from"), ("content", "value"))
 """Pairs of keys of a message the second of which is read only if the message does not have the first one."""
 _MESSAGE_KEYS = (
@@ -70,8 +77,10 @@ def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: 
     names = [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
     for name in (name for name in read if name not in _ALWAYS):  # a chat template gets these unchanged
         names += [f"{name}[].{key}" for key in dict.fromkeys(_unread_keys(record.get(name)))]
-    ends = (name for name in _conversations(record, options.format) if name in read)
-    names += [f"{name}[] after the last answer" for name in ends if ends_without_an_answer(record.get(name))]
+    answers_apart = options.format == "unpaired" and record.get("completion") is not None
+    for name in () if answers_apart else _UP_TO_AN_ANSWER.get(options.format, ()):
+        if name in read and ends_without_an_answer(record.get(name)):
+            names.append(f"{name}[] after the last answer")
     if options.format == "segments":
         names = [name for name in names if name not in ("segments[].text", "segments[].label")]
     for name in names:
@@ -141,18 +150,6 @@ def _displaced(record: Mapping[str, object], format: Format) -> Iterator[str]:
     yield from (name for name in _PROMPTS if name != found)
     if found != "instruction":
         yield from ("input", "query", "history")
-
-
-def _conversations(record: Mapping[str, object], format: Format) -> tuple[str, ...]:
-    """Return the fields that are read up to their last answer."""
-    if format == "unpaired" and record.get("completion") is None:
-        return ("messages", "conversations")
-    fields: Mapping[Format, tuple[str, ...]] = {
-        "messages": ("messages",),
-        "sharegpt": ("conversations",),
-        "prompt_completion": ("completion",),
-    }
-    return fields.get(format, ())
 
 
 def _unread_keys(value: object) -> Iterator[str]:

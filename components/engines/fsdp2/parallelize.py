@@ -85,7 +85,7 @@ class LogProbModel(nn.Module):
         self.neftune, self.noise = NO_NOISE, NoisyEmbedding()
         self.hashes = TokenHashes()
         self.dropout_seed: int | None = None
-        """Seed of the dropout of adapters. None means that there is no dropout."""
+        """Seed of the masks of adapter dropout. None means that the adapter has no dropout."""
         self.vocabulary: VocabularyShard | None = None
         """This rank's rows of the head. None means that there is no tensor parallelism."""
         self.kernels: ChosenKernels = "torch"

@@ -1,9 +1,8 @@
 """Dropout of the inputs of adapters, the same in every layout.
 
 Whether an element is dropped is a function of the token's sequence and position in this step (see
-``token_hash.py``), the layer and the channel.
-Ranks that share a token therefore drop the same elements of it, without exchanging anything, and a
-recomputation drops what the forward pass has dropped.
+``token_hash.py``), the layer and the channel. Ranks that share a token therefore drop the same elements of
+it, without exchanging anything, and a recomputation drops what the forward pass has dropped.
 """
 
 import zlib

@@ -378,7 +378,7 @@ class StepMemory:
             + self.accumulated_grads((self.weights.root, *blocks[:number]))
             + 2 * self.weights.head * self.size
             + self.waiting_grads(number),
-            "buffers": self.reduced(*self.parts_of(group)),
+            "buffers": self.reduced(self.trained_together(group)),
         }
         pending = number + 1 - (len(blocks) - self.num_mtp_layers)
         return add_by_name(own, *[self.kept_by_head] * pending)
@@ -405,13 +405,13 @@ class StepMemory:
         return self.gathered(self.parts_of(group)) - separate + self.coming(group)
 
     def gathered_after(self, group: range) -> int:
-        """Return the bytes of gathered weights after the backward pass of a group, whose own are freed."""
+        """Return the bytes of gathered weights after a group's backward pass, once the group's are freed."""
         if not self.layout.reshard_after_forward:
             return self.gathered(self.weights.blocks[: group.start])
         return self.gathered(()) + self.coming(group)
 
     def coming(self, group: range) -> int:
-        """Return the bytes of the weights that are gathered in the backward pass of the group after them."""
+        """Return the bytes of weights of earlier groups that are prefetched in a group's backward pass."""
         before = self.groups[: self.groups.index(group)][-(self.layout.prefetch_groups or 1) :]
         coming = sum(self.sent(*self.parts_of(each)) for each in before)
         return coming * (2 if self.run.device == "cpu" else 1)
@@ -424,12 +424,12 @@ class StepMemory:
         """
         own, end = self.weights.blocks[number], self.group(number).stop
         if own.ep_numel and part == "norm":
-            return self.reduced_bytes(own.ep_trained)
+            return self.reduced(own.ep_trained)
         if number + 1 < end and self.weights.blocks[number + 1].ep_numel:
-            return self.reduced_bytes(self.weights.blocks[number + 1].ep_trained)
+            return self.reduced(self.weights.blocks[number + 1].ep_trained)
         if end == len(self.blocks):
             return 0
-        return self.reduced_bytes(self.trained_together(self.group(end)))
+        return self.reduced(self.trained_together(self.group(end)))
 
     def trained_together(self, group: range) -> int:
         """Return the number of elements of a group whose gradients are reduced together."""
@@ -451,7 +451,7 @@ class StepMemory:
             + (earlier or trained * self.size)
             + self.weights.head * self.size
             + self.waiting_grads(first),
-            "buffers": self.reduced_bytes(trained),
+            "buffers": self.reduced(trained),
         }
 
     def during_embedding(self) -> Bytes:
@@ -460,7 +460,7 @@ class StepMemory:
         return {
             "gathered": self.gathered(()),
             "gradients": self.sharded_grads(0) + self.accumulated_grads([self.weights.root]) + new,
-            "buffers": self.reduced_bytes(self.trained_together(self.group(0))),
+            "buffers": self.reduced(self.trained_together(self.group(0))),
         }
 
     def before_root_reduction(self) -> Bytes:
@@ -479,7 +479,8 @@ class StepMemory:
         root = self.weights.root
         return {
             "gradients": self.sharded_grads(0) + root.trained * FP32 // self.shards,
-            "buffers": self.reduced(root) * (2 if self.shards == 1 and self.layout.dp_replicate > 1 else 1),
+            "buffers": self.reduced(root.trained)
+            * (2 if self.shards == 1 and self.layout.dp_replicate > 1 else 1),
         }
 
     def during_reference(self, weights: ModelParameters, *, gathers: bool = True) -> Bytes:
@@ -561,15 +562,11 @@ class StepMemory:
         """Bytes that the last norm saves."""
         return self.tokens * self.hidden * self.blocks[-1].norm
 
-    def reduced(self, *parts: BlockParameters) -> int:
-        """Return the bytes of the gradients of ``parts`` that exist during their reduction only.
+    def reduced(self, trained: int) -> int:
+        """Return the bytes of ``trained`` gradients that exist during their reduction only.
 
         On one rank, they are the gradients after it, unless these are in host memory or are added to others.
         """
-        return self.reduced_bytes(sum(part.trained for part in parts))
-
-    def reduced_bytes(self, trained: int) -> int:
-        """Return the bytes of ``reduced`` for parts with ``trained`` elements."""
         one_rank = self.shards * self.layout.dp_replicate == 1
         return 0 if one_rank and not (self.offloads or self.adds_reduced) else trained * FP32
 

@@ -80,8 +80,8 @@ def dropout_bytes(
     """Return the bytes per token that dropout before the adapters saves in each block of ``prefixes``.
 
     Every adapter saves a tensor of its own, in place of the input that the other estimates count once for all
-    layers that share it. ``split`` is the number of tp ranks that split the inputs of the last
-    matrices of attention and MLP, and ``hidden_split`` the number that split all others.
+    layers that share it. ``split`` is the number of tp ranks that split the inputs of the last matrices of
+    attention and MLP, and ``hidden_split`` the number that split all others.
     """
     if adapter is None or not adapter.dropout:
         return [0] * len(prefixes)

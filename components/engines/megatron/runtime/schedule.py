@@ -84,7 +84,7 @@ class Pass:
     """Whether every stage reduces its gradients during the backward pass of the last micro-batch."""
     neftune: NEFTune = NO_NOISE
     dropout_seed: int | None = None
-    """Seed of the dropout of adapters. None means that there is no dropout."""
+    """Seed of the masks of adapter dropout. None means that the adapter has no dropout."""
     factor: float = 1.0
     """Factor by which the loss is multiplied in the backward pass."""
 
