@@ -452,7 +452,7 @@ def group_options(group: str) -> list[str]:
 def keys_of(group: str, option: str) -> set[str]:
     """Return the keys of a group's option, including those of the options that it extends."""
     node = yaml.safe_load(Path(config_dir(), group, f"{option}.yaml").read_text()) or {}
-    bases = [name for name in node.pop("defaults", []) if name != "_self_"]
+    bases = [name for name in node.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
     return {*node}.union(*(keys_of(group, name) for name in bases))
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from unittest import mock
 
 from components.contracts.loss import TokenStats
-from components.engines.shared import fused_softmax, token_log_probs
+from components.engines.shared import generated_kernels, token_log_probs
 
 
 def op_by_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``fused_softmax.compiled``: the same functions without torch.compile, which takes seconds."""
+    """Replace ``generated_kernels.compiled``: torch.compile takes seconds."""
     return function
 
 
@@ -20,7 +20,7 @@ def chunked_stats(*args: Any, chunk_size: int, fused: bool = False, **options: A
     with (
         mock.patch.object(token_log_probs, "CPU_ROWS", chunk_size),
         mock.patch.object(token_log_probs, "CPU_BLOCK_BYTES", 2 * 4 * len(args[1])),
-        mock.patch.object(fused_softmax, "is_available", return_value=fused),
-        mock.patch.object(fused_softmax, "compiled", op_by_op),
+        mock.patch.object(generated_kernels, "is_available", return_value=fused),
+        mock.patch.object(generated_kernels, "compiled", op_by_op),
     ):
         return token_log_probs.token_stats(*args, **options)

@@ -153,7 +153,8 @@ def make_batches(experiment: Experiment, workload: MicrobatchShape) -> list[Batc
     labels[:, : length - workload.labels // number] = IGNORE
     positions = torch.arange(length).expand_as(ids).contiguous()
     seqlens = torch.full((number,), length, dtype=torch.int32)
-    batch = Batch(ids, labels, positions, seqlens, pair_index=torch.arange(number))
+    numbers = torch.arange(number)
+    batch = Batch(ids, labels, positions, seqlens, pair_index=numbers, sequence_keys=numbers)
     return [pack(batch) if packed else batch] * workload.num_microbatches
 
 
@@ -168,6 +169,7 @@ def pack(batch: Batch) -> Batch:
         cu_seqlens=F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0)),
         max_seqlen=int(seqlens.max()),
         pair_index=batch.pair_index,
+        sequence_keys=batch.sequence_keys,
     )
 
 

@@ -64,7 +64,7 @@ class Samples(Hook):
         scratch = self._scratch(run)
         run.engine.export(scratch)
         try:
-            # Loading an adapter draws random numbers, which would change the next dropout of rank 0 only.
+            # Loading an adapter draws random numbers, which would change rank 0's next attention dropout.
             with run.engine.keeping_random_streams():
                 if run.is_main:
                     self._write(run, scratch)

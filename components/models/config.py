@@ -85,16 +85,11 @@ class ModelSpec:
                 )
             if self.architecture is None:
                 raise ConfigError("model.path: is null and so is model.architecture; give one of them.")
-        if self.path is not None and not self._reads_path and Path(self.path).expanduser().is_dir():
-            raise ConfigError(
-                f"model.path={self.path}: is not read, as model.architecture gives the shape and "
-                "model.init=random the weights; use model=hf or model.init=pretrained."
-            )
-        if self.revision is not None and not self._reads_path:
+        if self.revision is not None and not self.reads_path:
             raise ConfigError(
                 "model.revision: is not read with model.init=random and model.architecture; leave it out."
             )
-        if self.trust_remote_code and not self._reads_path and self.tokenizer is None:
+        if self.trust_remote_code and not self.reads_path and self.tokenizer is None:
             raise ConfigError(
                 "model.trust_remote_code: no code is read with model.init=random, model.architecture and the "
                 "embedded tokenizer; leave it out."
@@ -122,13 +117,14 @@ class ModelSpec:
         return self.moe.counts(batch) | self.mtp.counts(batch)
 
     @property
-    def _reads_path(self) -> bool:
+    def reads_path(self) -> bool:
+        """Whether files of ``path`` are read; otherwise ``architecture`` is the shape of a random model."""
         return self.init == "pretrained" or self.architecture is None
 
     @property
     def _fields(self) -> str:
         """Prefix of the names of configuration fields in messages."""
-        return f"model.path={self.path}: config.json: " if self._reads_path else "model.architecture."
+        return f"model.path={self.path}: config.json: " if self.reads_path else "model.architecture."
 
     def folder(self, *, weights: bool = False) -> Path:
         """Return the local folder with the files of ``path``, downloading them if needed.
@@ -145,7 +141,7 @@ class ModelSpec:
         Raises:
             ConfigError: if it cannot be read or made, or describes a model that the engines do not support.
         """
-        if self._reads_path:
+        if self.reads_path:
             config = read_hf_config(self.folder(), trust_remote_code=self.trust_remote_code)
             read_generation_config(self.folder())  # checked here, because an export contains it
             if self.architecture is not None:
@@ -238,7 +234,7 @@ class ModelSpec:
         """Origin of the initial weights, as text."""
         if self.initial_checkpoint is not None:
             return f"{INIT_FROM}={self.initial_checkpoint}"
-        at = f" of {self.path} {self.revision or ''}".rstrip() if self._reads_path else ""
+        at = f" of {self.path} {self.revision or ''}".rstrip() if self.reads_path else ""
         return f"model.init={self.init}{at}"
 
     def content_hash(self) -> str:
@@ -318,14 +314,14 @@ class ModelSpec:
 
     def with_any_tokenizer(self) -> Self:
         """Return this model, with the embedded tokenizer if its folder has none, for a forecast."""
-        if self.tokenizer is not None or not self._reads_path or has_tokenizer(self.folder()):
+        if self.tokenizer is not None or not self.reads_path or has_tokenizer(self.folder()):
             return self
         return dataclasses.replace(self, tokenizer=str(EMBEDDED_TOKENIZER))
 
     def _tokenizer_folder(self) -> tuple[str, Path]:
         if self.tokenizer is not None:
             return "model.tokenizer", model_folder("model.tokenizer", self.tokenizer)
-        if self._reads_path:
+        if self.reads_path:
             return "model.path", self.folder()
         return "model.tokenizer", Path(EMBEDDED_TOKENIZER)
 
@@ -337,7 +333,7 @@ class ModelSpec:
         tokenizer = self.load_tokenizer()
         add_tokenizer(folder, tokenizer)
         if self.trust_remote_code:
-            sources = [self._tokenizer_folder()[1], *([self.folder()] if self._reads_path else [])]
+            sources = [self._tokenizer_folder()[1], *([self.folder()] if self.reads_path else [])]
             for file in (file for source in sources for file in source.glob("*.py")):
                 shutil.copyfile(file, folder / file.name)
         return tokenizer

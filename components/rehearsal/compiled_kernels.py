@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from components.engines.shared import fused_softmax
+from components.engines.shared import generated_kernels
 from components.rehearsal.mode import RehearsalMode
 
 MODULE = "megatron.core.fusions.fused_bias_swiglu"
@@ -16,13 +16,13 @@ FUNCTIONS = ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")
 
 
 def install(mode: RehearsalMode) -> None:
-    """Count each compiled function of Megatron and of the head as one kernel that allocates only its result.
+    """Count each compiled function as one kernel that allocates only its result.
 
     This function must be called after the engine is built, which imports Megatron.
     """
-    head: Any = fused_softmax
-    head.is_available = lambda _device: True
-    head.compiled = lambda function: one_kernel(function, mode)
+    own: Any = generated_kernels
+    own.is_available = lambda _device: True
+    own.compiled = lambda function: one_kernel(function, mode)
     if (module := sys.modules.get(MODULE)) is not None:
         for name in FUNCTIONS:
             setattr(module, name, one_kernel(getattr(module, name), mode))

@@ -433,7 +433,8 @@ def dataset_info(work: Translation) -> None:
     """Translate LLaMA-Factory's options of data."""
     names, evaluated = work.take("dataset"), work.take("eval_dataset")
     work.words |= {"data": "llamafactory", "data.dataset_info": work.take("dataset_dir")}
-    if limit := work.given.get("max_samples"):  # there it also limits the data of evaluations
+    limit = work.given.get("max_samples")
+    if limit and (evaluated or work.given.get("val_size")):  # there it also limits the data of evaluations
         work.words["data.max_eval_samples"] = limit
     if "data_seed" in work.given and work.given.get("seed") not in (None, work.given["data_seed"]):
         work.missing[f"seed={work.given['seed']}"] = "run.seed, which data_seed sets, is that of everything"

@@ -112,19 +112,22 @@ def as_written(value: object) -> str:
 
 
 def rows(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> Iterator[str]:
-    """Yield a row for each key of ``node``, and for each key of its values whose type is a dataclass."""
+    """Yield a row for each key of ``node``, and for each key of its values whose type is a dataclass.
+
+    Keys of such a value follow its own row.
+    """
     hints = typing.get_type_hints(reader.__init__ if inspect.isclass(reader) else reader)
     for name, value in node.items():
         key = f"{prefix}.{name}"
         if name == "_target_":
             continue
         hint = hints.get(name, object)  # arguments of a torch optimizer class have no checked type
-        if is_dataclass(hint):
-            yield from rows(key, value, hint, comments)
-            continue
-        default = "below" if name == "architecture" and value else as_written(value)
+        below = is_dataclass(hint) or (name == "architecture" and value)
+        default = "below" if below else as_written(value)
         words = comments.get(key, "").replace("|", r"\|")
         yield f"| `{key}` | {default} | {type_words(hint)} | {words} |"
+        if is_dataclass(hint):
+            yield from rows(key, value, hint, comments)
 
 
 def table(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> Iterator[str]:
@@ -151,7 +154,8 @@ def option_section(path: Path, group: str, name: str) -> Iterator[str]:
         yield from ("", "```yaml", re.sub(r"\A(#.*\n)+", "", path.read_text()) + "```")
     else:
         if option.base:
-            yield from ("", f"All keys of `{group}={option.base}`, with these values:")
+            others = ", with these values:" if len(option.own) else "."
+            yield from ("", f"All keys of `{group}={option.base}`{others}")
         reader = described(pkgutil.resolve_name(READERS.get(option.target, option.target)))
         yield from table(group.replace("/", "."), option.own, reader, option.comments)
 

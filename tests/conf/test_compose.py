@@ -209,6 +209,12 @@ def test_the_composed_config_is_the_golden_one(golden: str, overrides: list[str]
     assert printed == (GOLDEN / f"{golden}.yaml").read_text()
 
 
+def test_an_option_of_the_optimizer_brings_its_schedule() -> None:
+    for words, schedule in (((), "Constant"), (("scheduler=cosine",), "Cosine")):
+        config = composed(["run.name=x", "optimizer=schedule_free", *words])
+        assert config["scheduler"]["_target_"] == f"components.schedulers.{schedule}"
+
+
 def test_a_variable_of_the_environment_may_be_a_number_or_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ def leaves(prefix: str, node: object) -> Iterator[str]:
 def section(group: str, option: str) -> str:
     """Return the text of an option, with that of the options that it extends."""
     text = PAGE.read_text().partition(f"\n### `{group}={option}`\n")[2].partition("\n##")[0]
-    base = re.search(r"^All keys of `(.+)=(.+)`, with", text, re.MULTILINE)
+    base = re.search(r"^All keys of `(.+)=(.+)`[.,]", text, re.MULTILINE)
     return text + (section(base[1], base[2]) if base else "")
 
 

@@ -713,5 +713,6 @@ def test_batches_and_evaluations_of_axolotl(imported: Run) -> None:
 def test_samples_and_seeds_of_llamafactory(imported: Run) -> None:
     text = "model_name_or_path: m\nstage: sft\ndataset: a\nmax_samples: 10\nseed: 1\ndata_seed: 7\n"
     answer = imported("llamafactory", text)
-    check(answer, {"data.max_samples": 10, "data.max_eval_samples": 10, "run.seed": 7})
+    check(answer, {"data.max_samples": 10, "data.max_eval_samples": None, "run.seed": 7})
+    check(imported("llamafactory", f"{text}val_size: 0.1\n"), {"data.max_eval_samples": 10})
     assert "#   seed=1: " in answer.out

@@ -362,6 +362,11 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "data.eval",
         "run.eval_at_end=true",
     ),
+    "held-out data of no evaluation": (
+        ("data=files", "data.train=a.jsonl", "data.eval_fraction=0.1", "run.eval_at_end=false"),
+        "data.eval_fraction",
+        "run.eval_at_end=true",
+    ),
     "profiler.steps of no profile": (("profiler.steps=[1,2]",), "profiler.steps", "profiler.enabled=true"),
     "profiler.ranks of no profile": (("profiler.ranks=[0]",), "profiler.ranks", "profiler.enabled=true"),
     "profiler.memory of no profile": (("profiler.memory=true",), "profiler.memory", "profiler.enabled=true"),

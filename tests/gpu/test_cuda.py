@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from components.engines.shared.adapter_dropout import dropout_hashes, masked
 from tests.e2e.commands import SMALL, curve, rows, run_here
 
 pytestmark = [
@@ -84,6 +85,17 @@ def test_fused_blocks_give_the_same_curve(
     for ours, theirs in zip(rows(run_here(tmp_path / "b", *same, option), "train/loss"), plain, strict=True):
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=of_loss)
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=of_norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_dropout_of_adapters_is_that_of_the_cpu(dtype: torch.dtype) -> None:
+    values = torch.randn(4096, 1536).to(dtype)
+    tokens, channels = (
+        dropout_hashes(torch.randint(2**32, (number,))) for number in (len(values), values.shape[1])
+    )
+    on_cpu = masked(values, tokens[:, None], channels, 0.1)
+    on_gpu = masked(values.cuda(), tokens[:, None].cuda(), channels.cuda(), 0.1)
+    assert torch.equal(on_gpu.cpu(), on_cpu)
 
 
 @pytest.mark.skipif(

@@ -119,6 +119,7 @@ LARGE = {
     "8b lora": [*OF_8B, "parallelism=fsdp2", "parallelism.dp=8", "adapter=lora"],
     "8b qlora": [
         "model=llama3_8b",
+        FOUR,
         "parallelism=single",
         "adapter=qlora",
         "stage=pt",  # every micro-batch has as many labels as the largest one of the run

@@ -31,7 +31,6 @@ KEPT = {
     "components/engines/megatron/runtime/optimizer.py": {"_get_model_param_range_map"},  # Megatron's
     "components/data/records/hub_records.py": {"_fingerprint"},  # of datasets, which has no public one
     "components/data/store/reference_logps.py": {"_values"},  # our own
-    "components/models/export/hf_folder.py": {"_reads_path"},  # our own
     # torch's: a rehearsal stands in for CUDA.
     "components/rehearsal/arithmetic.py": {"_overloadpacket", "_scaled_mm", "_schema"},
     "components/rehearsal/call_site.py": {"_getframe"},

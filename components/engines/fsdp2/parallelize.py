@@ -299,16 +299,16 @@ def apply_fsdp(
     fully_shard(scorer, **options)
     if layout.prefetch_groups is not None:
         set_prefetching(groups, layout.prefetch_groups)
-    # With offloading, gradients are copied to host memory by a stream that FSDP does not wait for.
-    if data_mesh(mesh).size() == 1 and not layout.cpu_offload:
-        scorer.in_place_reduction = InPlaceReduceScatter()
+    split: Sequence[object] = list(grouped) if layout.ep > 1 else ()
+    in_place = InPlaceReduceScatter()
     for module in fsdp_modules(scorer):
-        if scorer.in_place_reduction is not None:
-            module.set_custom_reduce_scatter(scorer.in_place_reduction)  # type: ignore[arg-type]
-        elif data_mesh(mesh).size() > 1:  # a single rank would copy its gradients to divide them by 1
+        if data_mesh(expert_mesh if module in split else mesh).size() > 1:
             # The engine divides once, at the end of the step. With gloo, a factor of 1 is not a plain sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        elif not layout.cpu_offload:  # which copies gradients by a stream that FSDP does not wait for
+            module.set_custom_reduce_scatter(in_place)  # type: ignore[arg-type]
+            scorer.in_place_reduction = in_place
 
 
 def set_prefetching(groups: Sequence[Sequence[nn.Module]], ahead: int) -> None:

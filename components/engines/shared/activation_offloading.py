@@ -135,6 +135,8 @@ class ActivationOffloading:
         storage = tensor.untyped_storage()
         if storage_key(tensor) in self.parameters or storage.nbytes() < MIN_BYTES:
             return kept
+        if not tensor.is_floating_point():  # indices, which many blocks share
+            return kept
         key = (storage_key(tensor), tensor.dtype)
         if key not in self.seen:
             vector = kept.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.engines.shared import generated_kernels
 from components.engines.shared.token_hash import MASK, scramble
-
-CHUNK = 1 << 24
-"""Number of mask elements that exist at once, first as int32. A compiler fuses these operations instead."""
 
 
 @dataclass
@@ -68,17 +66,17 @@ class Dropout(torch.autograd.Function):
 
 
 def masked(values: Tensor, tokens: Tensor, channels: Tensor, probability: float) -> Tensor:
-    """Return ``values [..., H]`` times the mask of ``tokens [..., 1]`` and ``channels [H]``."""
-    if torch.compiler.is_compiling() or values.numel() <= CHUNK:
-        # The product of two odd random numbers, modulo 2 ** 32, is random too, and signed.
-        kept = tokens * channels >= round(probability * 2**32) - 2**31
-        return torch.where(kept, values, 0).mul_(1 / (1 - probability))
-    made = torch.empty_like(values, memory_format=torch.contiguous_format)
-    rows, width = tokens.reshape(-1, 1), values.shape[-1]
-    parts = (
-        tensor.split(max(CHUNK // width, 1))
-        for tensor in (made.view(-1, width), values.reshape(-1, width), rows)
-    )
-    for out, some, those in zip(*parts, strict=True):
-        out.copy_(masked(some, those, channels, probability))
-    return made
+    """Return ``values [..., H]`` times the mask of ``tokens [..., 1]`` and ``channels [H]``.
+
+    On a GPU with Triton, this is one kernel that reads ``values`` and writes the result.
+    """
+    threshold = min(round(probability * 2**32), MASK) - 2**31
+    fused = not torch.compiler.is_compiling() and generated_kernels.is_available(values.device.type)
+    function = generated_kernels.compiled(_masked) if fused else _masked
+    product: Tensor = function(values, tokens, channels, threshold, 1 / (1 - probability))
+    return product
+
+
+def _masked(values: Tensor, tokens: Tensor, channels: Tensor, threshold: int, scale: float) -> Tensor:
+    # The product of two odd random numbers, modulo 2 ** 32, is random too, and signed.
+    return torch.where(tokens * channels >= threshold, values, 0).mul_(scale)

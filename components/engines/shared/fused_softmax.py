@@ -5,37 +5,16 @@ in their own dtype, are read for the sums, and are then replaced by their gradie
 """
 
 import math
-import os
-import shutil
-from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@cache
-def is_available(device: str) -> bool:
-    """Return whether torch.compile can generate the kernels for the device type ``device``.
-
-    They need Triton, which needs a C compiler and a GPU of compute capability 7.0 or above.
-    """
-    if device != "cuda" or find_spec("triton") is None or torch.cuda.get_device_capability() < (7, 0):
-        return False
-    compilers = (os.environ.get("CC", ""), "gcc", "clang")
-    return any(shutil.which(name) for name in compilers if name)
+from components.engines.shared import generated_kernels
 
 
 def stats_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of statistics of ``tensor``: its own, but at least fp32."""
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
 
 
 def row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -46,7 +25,8 @@ def row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not logits.shape[1]:
         none = logits.new_zeros(len(logits), dtype=stats_dtype(logits))
         return none - math.inf, none, none, none
-    return compiled(_row_sums)(logits)
+    sums: tuple[Tensor, Tensor, Tensor, Tensor] = generated_kernels.compiled(_row_sums)(logits)
+    return sums
 
 
 def write_gradient(
@@ -63,7 +43,7 @@ def write_gradient(
     is computed in at least fp32 and rounded once, to the dtype of ``logits``.
     """
     if logits.shape[1]:
-        compiled(_write_gradient)(logits, logsumexp, of_softmax, columns, of_column, of_all)
+        generated_kernels.compiled(_write_gradient)(logits, logsumexp, of_softmax, columns, of_column, of_all)
 
 
 def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

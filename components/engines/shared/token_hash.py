@@ -22,12 +22,12 @@ def token_hashes(batch: Batch, seed: int) -> Tensor:
     depend on the number of ranks or on the micro-batches. Hashes of padding have no meaning.
 
     Raises:
-        ConfigError: if the batch has no ``sequence_keys``.
+        ConfigError: if the batch has no ``sequence_keys``, or sequences that share a prompt.
     """
-    if batch.sequence_keys is None:
+    if batch.sequence_keys is None or batch.prefix_lengths is not None:
         raise ConfigError(
-            "Batch.sequence_keys: is None; model.neftune_alpha and adapter.dropout need a key of each "
-            "sequence, another one in every step."
+            "Batch.sequence_keys: model.neftune_alpha and adapter.dropout need a key of each sequence, "
+            "another one in every step, and sequences that share no prompt."
         )
     keys = batch.sequence_keys + seed
     keys = scramble(scramble(keys & MASK) ^ (keys >> 32 & MASK))

@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from components.contracts.batch import IGNORE
 from components.contracts.loss import TokenStats
-from components.engines.shared import fused_softmax
+from components.engines.shared import fused_softmax, generated_kernels
 from components.engines.shared.added_product import CPU_BLOCK_BYTES, add_product
 from components.engines.shared.fused_softmax import stats_dtype
 from components.engines.shared.vocab_parallel import FullVocabulary, Vocabulary, VocabularyShard
@@ -76,7 +76,7 @@ def token_stats(
     index = (flat != IGNORE).nonzero()[:, 0] if label_index is None else label_index
     rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
     vocabulary = shard or FullVocabulary(len(head_weight))
-    fused = head_bias is None and fused_softmax.is_available(hidden.device.type)
+    fused = head_bias is None and generated_kernels.is_available(hidden.device.type)
     size = chunk_size(vocabulary, hidden.device, hidden.dtype if fused else stats_dtype(hidden))
     head = HeadChunking(vocabulary, size, requires, fused)
     inputs = (head, rows, head_weight, head_bias, flat.index_select(0, index))

@@ -60,7 +60,7 @@ def write_configs(spec: ModelSpec, path: Path, dtype: torch.dtype) -> None:
     if type(config) in by_config:
         config.architectures = [by_config[type(config)].__name__]
     config.save_pretrained(path)
-    if spec._reads_path and (source := spec.folder() / GENERATION_CONFIG_NAME).is_file():
+    if spec.reads_path and (source := spec.folder() / GENERATION_CONFIG_NAME).is_file():
         shutil.copyfile(source, path / GENERATION_CONFIG_NAME)
 
 

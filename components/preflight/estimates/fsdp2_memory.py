@@ -250,7 +250,11 @@ class StepMemory:
                 yield self.during_earlier_head(number)
             if block.kind == "moe":
                 yield from (self.during_experts(number), self.during_block(number, "experts"))
+            if self.weights.blocks[number].ep_trained:
+                yield self.during_expert_reduction(number)
         yield from (self.before_reduction(group) for group in self.groups)
+        if self.divides:
+            yield from (self.during_reduction(group) for group in self.groups)
         yield self.during_embedding()
         yield self.before_root_reduction()
         yield self.during_root_reduction()
@@ -356,8 +360,8 @@ class StepMemory:
             "dequantized": own.dequantized_bytes(self.size),
             "rounded": self.rounded(self.tokens) if part == "mlp" else 0,
             "gradients": self.sharded_grads(end)
-            + self.ep_sharded_grads(blocks[number + (part != "norm") : end])
-            + self.accumulated_grads((self.weights.root, *blocks[:end]))
+            + self.ep_sharded_grads(finished := blocks[number + (part != "norm") : end])
+            + self.accumulated_grads((self.weights.root, *blocks[:end]), reduced_experts=finished)
             + (self.weights.head + trained) * self.size
             + self.waiting_grads(number + 1),
             "buffers": self.sent_grads(number, part),
@@ -424,9 +428,9 @@ class StepMemory:
         """
         own, end = self.weights.blocks[number], self.group(number).stop
         if own.ep_numel and part == "norm":
-            return self.reduced(own.ep_trained)
+            return self.ep_reduced(own)
         if number + 1 < end and self.weights.blocks[number + 1].ep_numel:
-            return self.reduced(self.weights.blocks[number + 1].ep_trained)
+            return self.ep_reduced(self.weights.blocks[number + 1])
         if end == len(self.blocks):
             return 0
         return self.reduced(self.trained_together(self.group(end)))
@@ -435,6 +439,20 @@ class StepMemory:
         """Return the number of elements of a group whose gradients are reduced together."""
         return sum(part.trained - part.ep_trained for part in self.parts_of(group))
 
+    def during_expert_reduction(self, number: int) -> Bytes:
+        """Return the bytes when gradients of a block's experts that ep ranks split are reduced.
+
+        They exist in the reduction buffer, and also as they were before it or, if earlier micro-batches were
+        reduced, as the result that is then added.
+        """
+        own, after = self.weights.blocks[number], self.during_block(number, "norm")
+        before = own.ep_trained * (FP32 if self.accumulates else self.size) - self.ep_sharded_grads([own])
+        result = own.ep_unsharded_trained * FP32 // self.shards
+        return after | {
+            "gradients": after["gradients"] + (max(before, result) if self.adds_reduced else before),
+            "buffers": own.ep_trained * FP32,
+        }
+
     def before_reduction(self, group: range) -> Bytes:
         """Return the bytes when the gradients of a group of blocks have been copied to the reduction buffer.
 
@@ -442,7 +460,8 @@ class StepMemory:
         """
         parts, first = self.parts_of(group), group.start
         trained = self.trained_together(group)
-        earlier = self.accumulated_grads((self.weights.root, *self.weights.blocks[: group.stop]))
+        blocks = (self.weights.root, *self.weights.blocks[: group.stop])
+        earlier = self.accumulated_grads(blocks, reduced_experts=parts)
         return {
             "gathered": self.gathered_after(group),
             "activations": self.saved(first, resident=1) + self.tokens * self.hidden * self.size,
@@ -451,7 +470,19 @@ class StepMemory:
             + (earlier or trained * self.size)
             + self.weights.head * self.size
             + self.waiting_grads(first),
-            "buffers": self.reduced(trained),
+            "buffers": trained * FP32,
+        }
+
+    def during_reduction(self, group: range) -> Bytes:
+        """Return the bytes when a copy of a group's gradients is divided, which takes a second buffer."""
+        first = group.start
+        earlier = self.accumulated_grads((self.weights.root, *self.weights.blocks[:first]))
+        return self.before_reduction(group) | {
+            "gradients": self.sharded_grads(first)
+            + earlier
+            + self.weights.head * self.size
+            + self.waiting_grads(first),
+            "buffers": 2 * self.trained_together(group) * FP32,
         }
 
     def during_embedding(self) -> Bytes:
@@ -472,15 +503,11 @@ class StepMemory:
         }
 
     def during_root_reduction(self) -> Bytes:
-        """Return the bytes when gradients outside of blocks are reduced.
-
-        If the replicas are not sharded, a copy of these gradients is divided, which takes a second buffer.
-        """
+        """Return the bytes when gradients outside of blocks are reduced."""
         root = self.weights.root
         return {
             "gradients": self.sharded_grads(0) + root.trained * FP32 // self.shards,
-            "buffers": self.reduced(root.trained)
-            * (2 if self.shards == 1 and self.layout.dp_replicate > 1 else 1),
+            "buffers": self.reduced(root.trained) * (2 if self.divides else 1),
         }
 
     def during_reference(self, weights: ModelParameters, *, gathers: bool = True) -> Bytes:
@@ -562,18 +589,28 @@ class StepMemory:
         """Bytes that the last norm saves."""
         return self.tokens * self.hidden * self.blocks[-1].norm
 
-    def reduced(self, trained: int) -> int:
+    def reduced(self, trained: int, ep: int = 1) -> int:
         """Return the bytes of ``trained`` gradients that exist during their reduction only.
 
         On one rank, they are the gradients after it, unless these are in host memory or are added to others.
+        ``ep`` ranks have other gradients than this one.
         """
-        one_rank = self.shards * self.layout.dp_replicate == 1
+        one_rank = self.shards * self.layout.dp_replicate == ep
         return 0 if one_rank and not (self.offloads or self.adds_reduced) else trained * FP32
 
-    def accumulated_grads(self, parts: Iterable[BlockParameters]) -> int:
-        """Return the bytes of unsharded fp32 gradients of ``parts`` accumulated by earlier micro-batches."""
-        accumulates = self.num_microbatches > 1 and self.layout.reduce_gradients == "last"
-        return sum(part.trained for part in parts) * FP32 if accumulates else 0
+    def ep_reduced(self, block: BlockParameters) -> int:
+        """Return the same of a block's experts that ep ranks split."""
+        return self.reduced(block.ep_trained, self.layout.ep)
+
+    def accumulated_grads(
+        self, parts: Iterable[BlockParameters], reduced_experts: Iterable[BlockParameters] = ()
+    ) -> int:
+        """Return the bytes of unsharded fp32 gradients of ``parts`` accumulated by earlier micro-batches.
+
+        The gradients of the experts of ``reduced_experts``, some of the parts, have been reduced since.
+        """
+        reduced = sum(part.ep_trained for part in reduced_experts)
+        return (sum(part.trained for part in parts) - reduced) * FP32 if self.accumulates else 0
 
     def sharded_grads(self, first: int) -> int:
         """Return the bytes of the gradient shards of the blocks from ``first`` on.
@@ -589,6 +626,16 @@ class StepMemory:
         if self.offloads or self.adds_reduced:
             return 0
         return sum(part.ep_unsharded_trained for part in parts) * FP32 // self.shards
+
+    @property
+    def divides(self) -> bool:
+        """Whether FSDP2 divides a copy of the gradients: those of replicas that are not sharded."""
+        return self.shards == 1 and self.layout.dp_replicate > 1
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the gradients of earlier micro-batches exist unsharded, in fp32."""
+        return self.num_microbatches > 1 and self.layout.reduce_gradients == "last"
 
     @property
     def adds_reduced(self) -> bool:

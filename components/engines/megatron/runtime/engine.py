@@ -232,7 +232,7 @@ class MegatronEngine(TrainStepEngine):
             return stats.logps.sum()
 
         with self._scorer(reference=reference) as chunks:
-            seed = None if reference else self.dropout_seed
+            seed = self.dropout_seed if self.chunks[0].training and not reference else None
             wanted = schedule.Pass(forward_only=True, dropout_seed=seed)
             schedule.run_schedule(chunks, microbatches, consume, self.layout, self.device, wanted)
         return found if self.is_last_stage else None

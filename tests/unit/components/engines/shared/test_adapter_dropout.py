@@ -2,13 +2,21 @@
 
 import zlib
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from components.contracts.batch import Batch
-from components.engines.shared.adapter_dropout import TokenHashes, channel_hashes, drop, dropout_hashes
+from components.engines.shared import generated_kernels
+from components.engines.shared.adapter_dropout import (
+    TokenHashes,
+    channel_hashes,
+    drop,
+    dropout_hashes,
+    masked,
+)
 from components.engines.shared.token_hash import token_hashes
 from tests.distributed.cases import packed, padded, sequences
 from tests.unit.components.engines.shared.test_neftune import MASK, scramble
@@ -79,14 +87,19 @@ def test_the_mean_stays_and_gradients_pass_where_elements_do() -> None:
     assert torch.equal(hidden.grad, out)
 
 
-def test_a_mask_is_the_same_if_it_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = packed(sequences())
-    whole = kept(batch, 0.3)
-    hashes = TokenHashes(dropout_hashes(token_hashes(batch, 0)).t())
-    turned = torch.ones(1, batch.labels.shape[1], 96).transpose(0, 1)
-    monkeypatch.setattr("components.engines.shared.adapter_dropout.CHUNK", 5 * 96)
-    assert torch.equal(kept(batch, 0.3), whole)
-    assert torch.equal(drop(turned, hashes, channel_hashes(LAYER, range(96), CPU), 0.3)[:, 0] != 0, whole[0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_generated_kernel_gives_the_same(dtype: torch.dtype) -> None:
+    tokens = dropout_hashes(token_hashes(long_batch(), 0)).reshape(1, -1, 1)
+    values = torch.randn(1, 4096, 96).to(dtype)
+    whole = masked(values, tokens, channel_hashes(LAYER, range(96), CPU), 0.3)
+    turned = values.transpose(0, 1), tokens.transpose(0, 1)
+    with mock.patch.object(generated_kernels, "is_available", return_value=True):
+        generated = masked(*turned, channel_hashes(LAYER, range(96), CPU), 0.3)
+    assert torch.equal(generated.transpose(0, 1), whole)
+
+
+def test_a_probability_next_to_one_drops_everything() -> None:
+    assert kept(long_batch(), 1 - 1e-12).sum() < 3
 
 
 def test_a_token_keeps_its_elements_in_any_batch_and_layout() -> None:
