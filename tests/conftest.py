@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # Torch reads this when it is imported. Nothing here imports it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Without stored bytecode, every process that a test starts would compile the whole program.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
 """Ids of the tests with the marker ``slow``. The id of a function stands for all its cases."""

@@ -7,6 +7,7 @@ which models must not import.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -45,12 +46,13 @@ def block_names(model: PreTrainedModel) -> set[str]:
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Disable peft's adapter layers and the modules that are trained in full, inside the context.
+def adapters_off(*models: nn.Module) -> Iterator[None]:
+    """Disable the adapter layers and the modules that are trained in full, inside the context.
 
     peft's own method also clears requires_grad, which FSDP reads in its first forward pass.
     """
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    modules = chain.from_iterable(model.modules() for model in models)
+    layers: list[Any] = [module for module in modules if hasattr(module, "_disable_adapters")]
     for layer in layers:
         layer._disable_adapters = True
     try:

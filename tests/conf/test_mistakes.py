@@ -312,24 +312,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["reduce_gradients", "'every'"],
     ),
     "recomputation": (["parallelism.activation_checkpointing=half"], ["activation_checkpointing", "'full'"]),
-    "size": (["parallelism=tp2", "parallelism.tp=0"], ["parallelism.tp", "at least 1"]),
     "size of another engine": (["parallelism.tp=2"], ["parallelism.tp", "nothing reads"]),
-    "key-value heads on ranks": (
-        ["parallelism=tp2", "parallelism.tp=3"],
-        ["parallelism.tp: 3", "num_key_value_heads = 4", "use 2 or 4"],
-    ),
-    "key-value heads on ranks of FSDP2": (
-        ["parallelism=fsdp2_tp2", "parallelism.tp=3"],
-        ["parallelism.tp: 3", "num_key_value_heads = 4", "use 2 or 4"],
-    ),
-    "heads on ranks of FSDP2": (
-        ["parallelism=fsdp2_cp2", "parallelism.cp=3"],
-        ["parallelism.cp: 3", "8 attention heads", "use parallelism.cp=2 or 4"],
-    ),
-    "heads on tensor-parallel ranks of FSDP2": (
-        ["parallelism=fsdp2_tp2cp2", "parallelism.cp=8", "run.global_batch_size=8"],
-        ["parallelism.cp: 8", "4 attention heads", "use parallelism.cp=2 or 4"],
-    ),
     "rope that sees a part of a row": (
         [
             "parallelism=fsdp2_cp2",
@@ -347,61 +330,6 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
             "bos_token_id: 0, eos_token_id: 0}",
         ],
         ["parallelism.tp", "gpt2", "parallelism=fsdp2 or parallelism=hsdp"],
-    ),
-    "columns of the MLP": (
-        ["parallelism=tp2", "model.architecture.intermediate_size=767"],
-        ["parallelism.tp", "intermediate_size = 767"],
-    ),
-    "heads on ranks": (
-        ["parallelism=cp2", "parallelism.cp=3", "parallelism.cp_comm_type=a2a"],
-        ["parallelism.cp: 3", "8 attention heads", "all_gather"],
-    ),
-    "layers on stages": (["parallelism=pp2", "parallelism.pp=3"], ["parallelism.pp: 3", "use 2 or 4"]),
-    "layers on chunks": (["parallelism=pp2vpp2", "parallelism.vpp=4"], ["parallelism.vpp: 4", "use 1 or 2"]),
-    "layers of the first stage": (
-        ["parallelism=pp2", "parallelism.first_stage_layers=4"],
-        ["parallelism.first_stage_layers", "leaves 0 of 4"],
-    ),
-    "layout string": (
-        ["parallelism=pp2", "parallelism.pipeline_layout=Et|tt|tL"],
-        ["parallelism.pipeline_layout", "3 parts"],
-    ),
-    "layers of a layout string": (
-        ["parallelism=pp2", "parallelism.pipeline_layout='Et*2|tL'"],
-        ["parallelism.pipeline_layout", "has 3 layers"],
-    ),
-    "chunks of one stage": (["parallelism=tp2", "parallelism.vpp=2"], ["parallelism.vpp", "parallelism.pp"]),
-    "sequence parallelism of one rank": (
-        ["parallelism=pp2", "parallelism.sequence_parallel=true"],
-        ["parallelism.sequence_parallel", "parallelism.tp"],
-    ),
-    "way of sharing no sequence": (
-        ["parallelism=tp2", "parallelism.cp_comm_type=a2a"],
-        ["parallelism.cp_comm_type", "parallelism.cp"],
-    ),
-    "buckets that do not overlap": (
-        ["parallelism=megatron_dp2", "parallelism.bucket_size=1000", "parallelism.overlap_grad_reduce=false"],
-        ["parallelism.bucket_size", "parallelism.overlap_grad_reduce"],
-    ),
-    "gathering what is not sharded": (
-        ["parallelism=megatron_dp2", "parallelism.overlap_param_gather=true"],
-        ["parallelism.overlap_param_gather", "parallelism.distributed_optimizer"],
-    ),
-    "sharded SGD": (
-        ["parallelism=megatron_dp2", "parallelism.distributed_optimizer=true", "optimizer=sgd"],
-        ["parallelism.distributed_optimizer", "optimizer=adamw"],
-    ),
-    "nesterov": (
-        ["parallelism=megatron", "optimizer=sgd", "optimizer.nesterov=true"],
-        ["optimizer.nesterov", "parallelism=fsdp2"],
-    ),
-    "offload": (
-        ["parallelism=megatron", "parallelism.optimizer_cpu_offload=true"],
-        ["parallelism.optimizer_cpu_offload", "leave it out"],
-    ),
-    "transformer-engine": (
-        ["parallelism=megatron", "parallelism.transformer_impl=transformer_engine"],
-        ["parallelism.transformer_impl", "local"],
     ),
     "model of another engine": (
         ["parallelism=tp2", "model.architecture.model_type=gemma"],

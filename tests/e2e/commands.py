@@ -16,11 +16,14 @@ from typing import IO, Any
 from unittest import mock
 
 import psutil
+from hydra._internal import defaults_list
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.hydra import Hydra
+from hydra.core.default_element import InputDefault
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig
 
 from components.contracts.data import SampleKind
 from components.data.demo import SplitName, stdlib_records
@@ -83,10 +86,14 @@ def little_data() -> Iterator[None]:
 
 @contextmanager
 def one_composition() -> Iterator[None]:
-    """Compose once instead of twice, and read each file of options once per process."""
+    """Compose once instead of twice, and read each file of options once per process.
+
+    Nor is a map of all choices made for every file, which only defaults with ``${}`` would read.
+    """
     with (
         mock.patch.object(Hydra, "get_mode", mode),
         mock.patch.object(ConfigRepository, "load_config", loaded),
+        mock.patch.object(defaults_list, "_create_interpolation_map", choices),
     ):
         yield
 
@@ -98,6 +105,15 @@ def mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
 
 
 read_mode = Hydra.get_mode
+
+
+def choices(overrides: object, defaults: Sequence[InputDefault], self_added: bool) -> DictConfig:
+    """Return the choices for the names in ``defaults``, as Hydra does, or none if the names need none."""
+    needed = any("${" in str(vars(default)) for default in defaults)
+    return create_map(overrides, defaults, self_added) if needed else DictConfig({})
+
+
+create_map = defaults_list._create_interpolation_map
 
 
 def loaded(repository: ConfigRepository, config_path: str) -> ConfigResult | None:

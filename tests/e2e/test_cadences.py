@@ -100,8 +100,3 @@ def test_debug_limit(tmp_path: Path) -> None:
     assert len(rows(run, "eval/loss")) > 1
     assert list((run / "checkpoints").glob("*/meta.json"))
     assert (run / "export" / "config.json").is_file()
-
-
-def test_debug_profiler(tmp_path: Path) -> None:
-    run = run_here(tmp_path, *SMALL, "run.export=false", "debug=profiler")
-    assert list((run / "profile").glob("*.json*"))

@@ -135,16 +135,6 @@ def test_a_refusal_reads_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first example of docs/losses.md trains."""
-    source, _ = re.findall(r"```python\n(.*?)```", LOSSES, flags=re.DOTALL)
-    (tmp_path / "my_losses.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    code = call_here(*SMALL, "stage._target_=my_losses.Focal", "+stage.gamma=2", f"run.output_dir={tmp_path}")
-    assert code == 0
-    assert len(rows(newest(tmp_path), "train/loss")) == 4
-
-
 def test_an_optimizer_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of docs/optimizers.md train, the last one with its file."""
     (source,) = re.findall(r"```python\n(.*?)```", OPTIMIZERS, flags=re.DOTALL)

@@ -18,10 +18,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("stage", ["sft", "pt", "dpo"])
-def test_five_and_five_is_ten(tmp_path: Path, stage: str) -> None:
-    ten = run_here(
-        tmp_path / "ten", *TEN, f"stage={stage}", "checkpoint.save_every=5", "checkpoint.keep_last=0"
-    )
+def test_five_and_five_is_ten(straight: Path, tmp_path: Path, stage: str) -> None:
+    saves = ("checkpoint.save_every=5", "checkpoint.keep_last=0")
+    ten = straight if stage == "sft" else run_here(tmp_path / "ten", *TEN, f"stage={stage}", *saves)
     half = ten / "checkpoints" / "step_00000005"
     rest = run_here(tmp_path / "rest", *TEN, f"stage={stage}", f"checkpoint.resume={half}")
     assert curve(rest) == curve(ten)[5:]

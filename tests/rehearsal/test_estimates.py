@@ -89,6 +89,12 @@ SPLIT_MATRICES = [
 ]
 LARGE = {
     "1b": [*OF_1B, "parallelism=single"],
+    "1b replicas in one group": [
+        *OF_1B,
+        "parallelism=fsdp2",
+        *("parallelism.dp=2", "parallelism.dp_replicate=2", *ONE_GROUP),
+        *("run.micro_batch_size=1", "run.global_batch_size=4"),
+    ],
     "0.6b fp32": [*SINGLE_FP32, "parallelism=single"],
     "0.6b fp32 megatron": [*SINGLE_FP32, "parallelism=megatron"],
     "1b dora": [*OF_1B, "parallelism=single", "adapter=dora"],
@@ -185,7 +191,10 @@ LARGE = {
         "run.micro_batch_size=2",
         "run.global_batch_size=32",
     ],
-    "experts on two ranks": [*EXPERTS, "parallelism=fsdp2", "parallelism.dp=8", "parallelism.ep=2"],
+    "experts on two ranks": [
+        *EXPERTS,
+        *("parallelism=fsdp2", "parallelism.dp=8", "parallelism.ep=2", "run.micro_batch_size=2"),
+    ],
     "experts on eight ranks": [*EXPERTS, "parallelism=fsdp2", *EP8, KEPT],
     "experts of all layers in one group": [*ONE_MICROBATCH, *ONE_GROUP, "parallelism.dp_replicate=2"],
     "experts on two ranks in one group": [*ONE_MICROBATCH, *ONE_GROUP, "parallelism.ep=2"],

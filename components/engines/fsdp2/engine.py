@@ -177,13 +177,11 @@ class FSDP2Engine(TrainStepEngine):
         if self.scorer.offloading is not None:
             self.scorer.offloading.finish()
 
-    @contextmanager
-    def keeping_random_streams(self) -> Iterator[None]:
-        streams = state_dict.rng_tensors(dist.get_rank(), self.device)
-        try:
-            yield
-        finally:
-            state_dict.restore_rng(streams)
+    def keeping_random_streams(self) -> AbstractContextManager[None]:
+        on_cpu = self.device.type == "cpu"
+        return torch.random.fork_rng(
+            [] if on_cpu else [self.device], device_type="cuda" if on_cpu else self.device.type
+        )
 
     def allocated_optimizer_state(self) -> AbstractContextManager[None]:
         return self.optimizer.allocated_state()

@@ -33,7 +33,6 @@ from components.engines.megatron.runtime.hf_weights import (
     fill_parameters,
     full_hf_tensors,
 )
-from components.engines.megatron.runtime.lora import adapters_off
 from components.engines.megatron.runtime.model import padded_vocab_size
 from components.engines.megatron.runtime.model_builder import (
     build_model_chunks,
@@ -59,6 +58,7 @@ from components.engines.shared.neftune import NEFTune
 from components.engines.shared.train_step import TrainStepEngine
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
+from components.models.hf_private import adapters_off
 from components.optimizers import Optimizer
 
 
@@ -326,7 +326,7 @@ class MegatronEngine(TrainStepEngine):
         if not reference:
             yield self.chunks
         elif self.options.reference == "adapter_off":
-            with without_dropout(self.chunks), adapters_off(self.chunks):
+            with without_dropout(self.chunks), adapters_off(*self.chunks):
                 yield self.chunks
         else:
             assert self.reference is not None, "the engine was built without a reference model"

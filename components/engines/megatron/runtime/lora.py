@@ -4,8 +4,7 @@ A layer computes ``W x + scaling * B A x`` (LoRA, https://arxiv.org/abs/2106.096
 fused layers hold several Hugging Face layers, each of which has its own A and B, or none.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ class AdaptedLinear(nn.Module):
         self.group, self.sequence_parallel = base.tp_group, base.sequence_parallel and not self.expert
         self.whole = isinstance(base, WholeLinear) or self.expert
         self.column = isinstance(base, ColumnParallelLinear) and not self.whole
-        self.enabled = True
+        self._disable_adapters = False  # the name in peft
         self.hashes = hashes.rows if self.row else hashes.split
         self.channels: list[Tensor] = []
         """``channel_hashes`` of each member's input, if there is dropout."""
@@ -122,7 +121,7 @@ class AdaptedLinear(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map ``[s, b, in]`` to ``[s, b, out]`` (this rank's shares) and a bias to be added later."""
         out, bias = self.base(hidden)
-        return (self._add(out, self._narrow(hidden)) if self.enabled else out), bias
+        return (out if self._disable_adapters else self._add(out, self._narrow(hidden))), bias
 
     def _narrow(self, hidden: Tensor) -> Tensor:
         """Return ``scaling * A x`` of all adapters, concatenated, for the positions of ``base``'s output."""
@@ -228,16 +227,3 @@ def adapt(
                 setattr(parent, name, wrapped)
                 added |= wrapped.blocks()
     return added
-
-
-@contextmanager
-def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Disable the adapters of ``chunks`` until the context is left."""
-    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdaptedLinear)]
-    for layer in layers:
-        layer.enabled = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enabled = True
