@@ -22,6 +22,11 @@ OFF = "(off)"
 LISTS = ("adapter.target_modules", "adapter.modules_to_save")
 COMBINED = ("stage.loss", "stage.loss_weights")
 """Keys whose value may be a list with several entries."""
+ALPACA_SYSTEM = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the "
+    "request."
+)
+"""The first paragraph of a prompt of Stanford Alpaca without an input."""
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "input_output": "segments"}
 """Type of an axolotl data set -> our format. Types that begin with ``chat_template`` are not among them."""
 STRATEGIES = ("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy")
@@ -130,7 +135,10 @@ def translate(tool: str, options: Config, ranks: int | None, stage: str | None, 
     if "adapter_name_or_path" in work.given and work.words["stage"] in ("dpo", "kto"):
         work.words["stage.reference"] = "adapter_off"
         work.checks["stage.reference"] = "the reference is the model without the adapter, as in LLaMA-Factory"
-    if work.tool == "llamafactory" and work.given.get("template") not in (None, "llama3", "chatml"):
+    if work.tool == "llamafactory" and work.given.get("template") == "alpaca":
+        work.take("template")
+        write_alpaca(work, "LLaMA-Factory puts an empty line after an answer, and this template one newline")
+    elif work.tool == "llamafactory" and work.given.get("template") not in (None, "llama3", "chatml"):
         work.skip("template", "the template of the tokenizer is used; compare it, see docs/data.md")
     elif work.tool == "llamafactory" and "template" in work.given:
         work.checks["model.chat_template"] = "leave it out if the tokenizer has this template itself"
@@ -544,11 +552,23 @@ def axolotl_datasets(work: Translation) -> None:
         work.missing |= {f"datasets: {name}": why for name, why in lost(item).items()}
         if isinstance(item.get("type"), str) and format_of(item) is None:
             work.checks["data.format"] = f"type {item['type']} is not known; the format is recognised"
-        if item.get("type") == "alpaca":
-            work.checks["model.chat_template"] = (
-                "axolotl writes '### Instruction:' before the turns of alpaca; here a chat template does"
-            )
+    if all(item.get("type") == "alpaca" for item in sources) and "chat_template" not in work.given:
+        write_alpaca(
+            work,
+            "axolotl writes the field input below a heading of its own; here it is below the instruction",
+        )
+    elif any(item.get("type") == "alpaca" for item in sources):
+        work.checks["model.chat_template"] = (
+            "axolotl writes '### Instruction:' before the turns of alpaca; here a chat template does"
+        )
     held_out_share(work, "val_set_size")
+
+
+def write_alpaca(work: Translation, difference: str) -> None:
+    """Choose the prompts of Stanford Alpaca, which have one template and one system text."""
+    work.words["model.chat_template"] = "plain"
+    work.words.setdefault("data.default_system", ALPACA_SYSTEM)
+    work.checks["model.chat_template"] = difference
 
 
 def axolotl_tests(work: Translation, tests: list[Any], trained: Config) -> None:

@@ -681,7 +681,9 @@ def test_local_alpaca_data_of_axolotl(imported: Run) -> None:
     entry = "{path: a.jsonl, ds_type: json, type: alpaca, split: train}"
     answer = imported("axolotl", f"base_model: x\ndatasets: [{entry}]\n")
     check(answer, {"data.train": "a.jsonl", "data.format": "alpaca", "data.split": None})
-    assert "axolotl writes '### Instruction:' before the turns" in answer.out
+    assert "axolotl writes the field input below a heading" in answer.out
+    other = imported("axolotl", f"base_model: x\ndatasets: [{entry}, {{path: b.jsonl, type: completion}}]\n")
+    assert "axolotl writes '### Instruction:' before the turns" in other.out
     part = entry.replace("train}", '"train[:9]"}')
     answer = imported("axolotl", f"base_model: x\ndatasets: [{part}]\n")
     assert "datasets: split: only a data set of the hub has one" in answer.out
@@ -708,6 +710,17 @@ def test_batches_and_evaluations_of_axolotl(imported: Run) -> None:
     check(
         answer, {"run.global_batch_size": 32, "run.eval_every_epochs": 1, "checkpoint.save_every": 0.166666}
     )
+
+
+def test_prompts_of_alpaca(imported: Run) -> None:
+    text = "base_model: x\nlearning_rate: 1e-3\ndatasets: [{path: a.jsonl, type: alpaca}]\n"
+    answer = imported("axolotl", text)
+    check(answer, {"model.chat_template": "plain"})
+    assert "data.default_system='\"'\"'Below is an instruction that describes a task. Write" in answer.out
+    text = "model_name_or_path: m\nstage: sft\ndataset: a\ntemplate: alpaca\ndefault_system: Hello.\n"
+    answer = imported("llamafactory", text)
+    check(answer, {"model.chat_template": "plain", "data.default_system": "Hello."})
+    assert "an empty line after an answer" in answer.out
 
 
 def test_samples_and_seeds_of_llamafactory(imported: Run) -> None:
