@@ -555,7 +555,8 @@ def axolotl_datasets(work: Translation) -> None:
     if all(item.get("type") == "alpaca" for item in sources) and "chat_template" not in work.given:
         write_alpaca(
             work,
-            "axolotl writes the field input below a heading of its own; here it is below the instruction",
+            "for a record with an input, axolotl has another first paragraph and a heading '### Input:'; "
+            "here the input is below the instruction",
         )
     elif any(item.get("type") == "alpaca" for item in sources):
         work.checks["model.chat_template"] = (
@@ -567,7 +568,8 @@ def axolotl_datasets(work: Translation) -> None:
 def write_alpaca(work: Translation, difference: str) -> None:
     """Choose the prompts of Stanford Alpaca, which have one template and one system text."""
     work.words["model.chat_template"] = "plain"
-    work.words.setdefault("data.default_system", ALPACA_SYSTEM)
+    if work.words["stage"] != "pt":
+        work.words.setdefault("data.default_system", ALPACA_SYSTEM)
     work.checks["model.chat_template"] = difference
 
 

@@ -44,7 +44,7 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
         "run.dtype=fp16",
     ),
     (
-        "data.eval data.eval_dataset data.eval_fraction data.eval_split data.max_eval_samples",
+        "data.eval data.eval_dataset data.eval_split",
         lambda e: (
             e.run.evaluates_after_steps
             or e.run.eval_on_start
@@ -66,11 +66,6 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
         "preflight.mode=prove",
     ),
     ("preflight.device_memory", lambda e: e.preflight.mode != "prove", "preflight.mode=check"),
-    (
-        "data.max_eval_samples",
-        lambda e: any(getattr(e.data, name, True) for name in ("eval", "eval_fraction")),
-        "data.eval or data.eval_fraction",
-    ),
     ("model.path", lambda e: getattr(e.model, "reads_path", True), "model=hf or model.init=pretrained"),
     ("run.final_sample_tokens", lambda e: not e.model.scalar_head, "a stage that trains a language model"),
     ("parallelism.fp8_recipe parallelism.fp8_all_gather", lambda e: e.run.dtype == "fp8", "run.dtype=fp8"),

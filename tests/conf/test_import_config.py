@@ -681,7 +681,7 @@ def test_local_alpaca_data_of_axolotl(imported: Run) -> None:
     entry = "{path: a.jsonl, ds_type: json, type: alpaca, split: train}"
     answer = imported("axolotl", f"base_model: x\ndatasets: [{entry}]\n")
     check(answer, {"data.train": "a.jsonl", "data.format": "alpaca", "data.split": None})
-    assert "axolotl writes the field input below a heading" in answer.out
+    assert "for a record with an input, axolotl has another first paragraph" in answer.out
     other = imported("axolotl", f"base_model: x\ndatasets: [{entry}, {{path: b.jsonl, type: completion}}]\n")
     assert "axolotl writes '### Instruction:' before the turns" in other.out
     part = entry.replace("train}", '"train[:9]"}')

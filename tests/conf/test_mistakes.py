@@ -179,10 +179,6 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["run.dtype=bf16", "run.loss_scale.initial=2"],
         ["run.loss_scale.initial", "nothing reads it", "run.dtype=fp16"],
     ),
-    "samples of no evaluation": (
-        ["data=files", "data.train={tmp}/text.jsonl", "data.max_eval_samples=4"],
-        ["data.max_eval_samples", "nothing reads it", "data.eval_fraction"],
-    ),
     "path of a random model": (
         ["model.path=Qwen/Qwen3-0.6B"],
         ["model.path", "nothing reads it", "model.init=pretrained"],

@@ -362,9 +362,9 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "data.eval",
         "run.eval_at_end=true",
     ),
-    "held-out data of no evaluation": (
-        ("data=files", "data.train=a.jsonl", "data.eval_fraction=0.1", "run.eval_at_end=false"),
-        "data.eval_fraction",
+    "a split for no evaluation": (
+        ("data=files", "data.train=hub:a", "data.eval_split=test", "run.eval_at_end=false"),
+        "data.eval_split",
         "run.eval_at_end=true",
     ),
     "profiler.steps of no profile": (("profiler.steps=[1,2]",), "profiler.steps", "profiler.enabled=true"),

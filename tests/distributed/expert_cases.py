@@ -50,6 +50,13 @@ def make(work: Work, on: FSDP2 | Megatron) -> Any:
     )
 
 
+def reduces_in_place(on: FSDP2) -> bool:
+    engine = make(Work("qwen3_moe_mixed"), on)
+    found = engine.scorer.in_place_reduction is not None
+    engine.close()
+    return found
+
+
 def run(on: FSDP2 | Megatron, work: Work, load: Path | None = None, folder: Path | None = None) -> Trained:
     """Train from the initial weights or from ``load``, then save a checkpoint and an export to ``folder``."""
     engine = make(work, on)

@@ -12,7 +12,15 @@ from components.engines.fsdp2 import FSDP2
 from components.models.experts import unstack_experts
 from components.models.moe_loss_config import MoELossConfig
 from tests.distributed.cases import assert_same, fsdp2, plain_model, plain_step
-from tests.distributed.expert_cases import Trained, Work, other_passes, read, run, watch_routers
+from tests.distributed.expert_cases import (
+    Trained,
+    Work,
+    other_passes,
+    read,
+    reduces_in_place,
+    run,
+    watch_routers,
+)
 from tests.distributed.test_fsdp2_layouts import Pools
 
 LAYOUTS = {
@@ -29,7 +37,11 @@ COMBINED = {
     "ep2 full": fsdp2(2, ep=2, activation_checkpointing="full"),
     "ep2 selective offload": fsdp2(2, ep=2, activation_checkpointing="selective", cpu_offload=True),
     "ep2 modules": fsdp2(
-        2, ep=2, activation_checkpointing="selective", recompute_modules=("core_attn", "mlp", "moe")
+        2,
+        ep=2,
+        activation_checkpointing="selective",
+        recompute_modules=("core_attn", "mlp", "moe"),
+        reduce_gradients="every",
     ),
     "tp2ep2 full": fsdp2(2, tp=2, ep=2, activation_checkpointing="full"),
     "dp4": fsdp2(4),
@@ -104,6 +116,11 @@ def test_one_process_computes_what_transformers_does(family: str) -> None:
 def test_every_layout_trains_experts_as_one_process_does(pools: Pools, name: str, work: Work) -> None:
     for found in pools.run(run, (LAYOUTS | COMBINED)[name], work):
         assert_as_one_process(found, single(work))
+
+
+def test_gradients_of_experts_on_one_data_rank_are_not_copied(pools: Pools) -> None:
+    assert pools.run(reduces_in_place, LAYOUTS["ep2"]) == [True] * 2
+    assert pools.run(reduces_in_place, LAYOUTS["hsdp ep2"]) == [False] * 4
 
 
 def test_the_balance_of_the_global_batch_is_that_of_the_same_data_ranks(pools: Pools) -> None:

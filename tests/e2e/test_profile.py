@@ -24,7 +24,7 @@ def test_a_run_that_goes_on_for_fewer_steps(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_trace_and_a_table(tmp_path: Path) -> None:
-    options = ["debug=profiler", "profiler.steps=[2,3]", "profiler.stacks=false", "profiler.memory=false"]
+    options = ["debug=profiler", "profiler.steps=[2,3]"]
     run = run_here(tmp_path, *SMALL, *options)
     files = sorted(path.name for path in (run / "profile").iterdir())
     assert files == ["step_2_rank_0.json", "step_2_rank_0.txt"]

@@ -178,10 +178,8 @@ class FSDP2Engine(TrainStepEngine):
             self.scorer.offloading.finish()
 
     def keeping_random_streams(self) -> AbstractContextManager[None]:
-        on_cpu = self.device.type == "cpu"
-        return torch.random.fork_rng(
-            [] if on_cpu else [self.device], device_type="cuda" if on_cpu else self.device.type
-        )
+        devices = [] if self.device.type == "cpu" else [self.device]
+        return torch.random.fork_rng(devices, device_type=self.device.type)
 
     def allocated_optimizer_state(self) -> AbstractContextManager[None]:
         return self.optimizer.allocated_state()

@@ -299,7 +299,7 @@ def apply_fsdp(
     fully_shard(scorer, **options)
     if layout.prefetch_groups is not None:
         set_prefetching(groups, layout.prefetch_groups)
-    split: Sequence[object] = list(grouped) if layout.ep > 1 else ()
+    split: Sequence[object] = list(grouped)  # the meshes are one if no ep ranks split them
     in_place = InPlaceReduceScatter()
     for module in fsdp_modules(scorer):
         if data_mesh(expert_mesh if module in split else mesh).size() > 1:

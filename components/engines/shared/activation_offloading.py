@@ -135,7 +135,7 @@ class ActivationOffloading:
         storage = tensor.untyped_storage()
         if storage_key(tensor) in self.parameters or storage.nbytes() < MIN_BYTES:
             return kept
-        if not tensor.is_floating_point():  # indices, which many blocks share
+        if tensor.dtype in (torch.int32, torch.int64):  # indices and hashes, which are small or shared
             return kept
         key = (storage_key(tensor), tensor.dtype)
         if key not in self.seen:

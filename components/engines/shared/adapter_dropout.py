@@ -15,6 +15,9 @@ from torch import Tensor
 from components.engines.shared import generated_kernels
 from components.engines.shared.token_hash import MASK, scramble
 
+CHUNK = 1 << 24
+"""Number of mask elements that exist at once, first as int32, where no kernel is generated."""
+
 
 @dataclass
 class TokenHashes:
@@ -70,11 +73,21 @@ def masked(values: Tensor, tokens: Tensor, channels: Tensor, probability: float)
 
     On a GPU with Triton, this is one kernel that reads ``values`` and writes the result.
     """
-    threshold = min(round(probability * 2**32), MASK) - 2**31
-    fused = not torch.compiler.is_compiling() and generated_kernels.is_available(values.device.type)
-    function = generated_kernels.compiled(_masked) if fused else _masked
-    product: Tensor = function(values, tokens, channels, threshold, 1 / (1 - probability))
-    return product
+    numbers = min(round(probability * 2**32), MASK) - 2**31, 1 / (1 - probability)
+    if torch.compiler.is_compiling():
+        return _masked(values, tokens, channels, *numbers)
+    if generated_kernels.is_available(values.device.type):
+        product: Tensor = generated_kernels.compiled(_masked)(values, tokens, channels, *numbers)
+        return product
+    made = torch.empty_like(values, memory_format=torch.contiguous_format)
+    rows, width = tokens.reshape(-1, 1), values.shape[-1]
+    parts = (
+        tensor.split(max(CHUNK // width, 1))
+        for tensor in (made.view(-1, width), values.reshape(-1, width), rows)
+    )
+    for out, some, those in zip(*parts, strict=True):
+        out.copy_(_masked(some, those, channels, *numbers))
+    return made
 
 
 def _masked(values: Tensor, tokens: Tensor, channels: Tensor, threshold: int, scale: float) -> Tensor:

@@ -253,7 +253,7 @@ class StepMemory:
             if self.weights.blocks[number].ep_trained:
                 yield self.during_expert_reduction(number)
         yield from (self.before_reduction(group) for group in self.groups)
-        if self.divides:
+        if self.divides():
             yield from (self.during_reduction(group) for group in self.groups)
         yield self.during_embedding()
         yield self.before_root_reduction()
@@ -354,13 +354,14 @@ class StepMemory:
         trained = sum(each.trained - each.ep_trained for each in blocks[number:end])
         if part != "norm":
             trained -= max(own.before_mlp - own.ep_trained, 0)
+        finished = blocks[number + (part != "norm") : end]
         passing = {
             "gathered": self.gathered_backward(number, part),
             "activations": self.saved(number + 1, resident=2) + activations,
             "dequantized": own.dequantized_bytes(self.size),
             "rounded": self.rounded(self.tokens) if part == "mlp" else 0,
             "gradients": self.sharded_grads(end)
-            + self.ep_sharded_grads(finished := blocks[number + (part != "norm") : end])
+            + self.ep_sharded_grads(finished)
             + self.accumulated_grads((self.weights.root, *blocks[:end]), reduced_experts=finished)
             + (self.weights.head + trained) * self.size
             + self.waiting_grads(number + 1),
@@ -446,10 +447,14 @@ class StepMemory:
         reduced, as the result that is then added.
         """
         own, after = self.weights.blocks[number], self.during_block(number, "norm")
-        before = own.ep_trained * (FP32 if self.accumulates else self.size) - self.ep_sharded_grads([own])
+        unreduced = own.ep_trained * (FP32 if self.accumulates else self.size)
         result = own.ep_unsharded_trained * FP32 // self.shards
+        if self.divides(self.layout.ep):
+            result += own.ep_trained * FP32
+        elif not (self.adds_reduced or self.offloads):
+            result = 0  # it is counted in ``after``, or is the buffer
         return after | {
-            "gradients": after["gradients"] + (max(before, result) if self.adds_reduced else before),
+            "gradients": after["gradients"] - self.ep_sharded_grads([own]) + max(unreduced, result),
             "buffers": own.ep_trained * FP32,
         }
 
@@ -474,15 +479,18 @@ class StepMemory:
         }
 
     def during_reduction(self, group: range) -> Bytes:
-        """Return the bytes when a copy of a group's gradients is divided, which takes a second buffer."""
-        first = group.start
+        """Return the bytes when a copy of a group's gradients is divided, which takes a second buffer.
+
+        A third one has the result, unless this is among the gradients.
+        """
+        first, buffers = group.start, 3 if self.adds_reduced or self.offloads else 2
         earlier = self.accumulated_grads((self.weights.root, *self.weights.blocks[:first]))
         return self.before_reduction(group) | {
             "gradients": self.sharded_grads(first)
             + earlier
             + self.weights.head * self.size
             + self.waiting_grads(first),
-            "buffers": 2 * self.trained_together(group) * FP32,
+            "buffers": buffers * self.trained_together(group) * FP32,
         }
 
     def during_embedding(self) -> Bytes:
@@ -507,7 +515,7 @@ class StepMemory:
         root = self.weights.root
         return {
             "gradients": self.sharded_grads(0) + root.trained * FP32 // self.shards,
-            "buffers": self.reduced(root.trained) * (2 if self.divides else 1),
+            "buffers": self.reduced(root.trained) * (2 if self.divides() else 1),
         }
 
     def during_reference(self, weights: ModelParameters, *, gathers: bool = True) -> Bytes:
@@ -593,13 +601,13 @@ class StepMemory:
         """Return the bytes of ``trained`` gradients that exist during their reduction only.
 
         On one rank, they are the gradients after it, unless these are in host memory or are added to others.
-        ``ep`` ranks have other gradients than this one.
+        ``ep`` is the number of ranks that split these parameters, each with gradients of its own.
         """
         one_rank = self.shards * self.layout.dp_replicate == ep
         return 0 if one_rank and not (self.offloads or self.adds_reduced) else trained * FP32
 
     def ep_reduced(self, block: BlockParameters) -> int:
-        """Return the same of a block's experts that ep ranks split."""
+        """Return ``reduced`` of a block's experts that ep ranks split."""
         return self.reduced(block.ep_trained, self.layout.ep)
 
     def accumulated_grads(
@@ -627,10 +635,12 @@ class StepMemory:
             return 0
         return sum(part.ep_unsharded_trained for part in parts) * FP32 // self.shards
 
-    @property
-    def divides(self) -> bool:
-        """Whether FSDP2 divides a copy of the gradients: those of replicas that are not sharded."""
-        return self.shards == 1 and self.layout.dp_replicate > 1
+    def divides(self, ep: int = 1) -> bool:
+        """Whether FSDP2 divides a copy of the gradients: those of replicas that are not sharded.
+
+        ``ep`` is the number of ranks that split these parameters.
+        """
+        return self.shards == ep and self.layout.dp_replicate > 1
 
     @property
     def accumulates(self) -> bool:
