@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from components.contracts.errors import MISTAKE
 from runner.launch import run
-from tests.e2e.commands import call_here
+from tests.e2e.commands import call_here, one_composition
 from tests.patience import patience
 
 Refused = Callable[..., str]
@@ -24,6 +24,13 @@ REMEDY = re.compile(
 
 def forbidden(*_: object) -> None:
     raise AssertionError("a rank was started")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def composed_faster() -> Iterator[None]:
+    """Read each file of options once per process; these tests compose hundreds of times."""
+    with one_composition():
+        yield
 
 
 @pytest.fixture(scope="session")
