@@ -121,6 +121,14 @@ def collected(request: pytest.FixtureRequest) -> set[str]:
 
 
 @pytest.fixture(scope="session")
+def megatron_pair() -> "Ranks":
+    """Return two ranks with Megatron."""
+    from tests.ranks import Ranks
+
+    return Ranks(2, megatron=True)
+
+
+@pytest.fixture(scope="session")
 def megatron_ranks() -> "Ranks":
     """Return four ranks with Megatron."""
     from tests.ranks import Ranks

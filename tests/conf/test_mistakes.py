@@ -192,6 +192,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "zero steps": (["run.max_steps=0"], ["run.max_steps", "at least 1"]),
     "no length": (["run.max_steps=null"], ["run.max_steps", "run.epochs"]),
     "negative cadence": (["run.log_every=-1"], ["run.log_every"]),
+    "no duration": (["run.max_time=soon"], ["run.max_time", "HH:MM:SS"]),
+    "negative timeout": (["run.hang_timeout_s=-1"], ["run.hang_timeout_s", "0 (off) or more"]),
+    "negative restarts": (["run.max_restarts=-1"], ["run.max_restarts", "0 (off) or more"]),
+    "restarts without a state": (
+        ["run.max_restarts=1", "checkpoint.model_only=true"],
+        ["run.max_restarts", "checkpoint.model_only=false"],
+    ),
+    "a spike that is none": (["run.loss_spike_factor=1"], ["run.loss_spike_factor: must be above 1"]),
     "negative rate": (["optimizer.lr=-1e-3"], ["optimizer.lr"]),
     "beta": (["stage=dpo", "stage.beta=0"], ["stage.beta"]),
     "reference without an adapter": (

@@ -20,11 +20,6 @@ from tests.ranks import Ranks
 MLP, BOTH = ("mlp",), ("core_attn", "mlp")
 
 
-@pytest.fixture(scope="module")
-def two() -> Ranks:
-    return Ranks(2)
-
-
 def assert_same(one: Outcome, other: Outcome) -> None:
     assert one.results == other.results
     assert same(one.gradients, other.gradients)

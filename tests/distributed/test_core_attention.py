@@ -10,13 +10,8 @@ SPLITS = [(1, "all_gather"), (2, "all_gather"), (2, "a2a"), (4, "all_gather"), (
 LAYOUTS = ("packed", "padded")
 
 
-@pytest.fixture(scope="module")
-def four() -> Ranks:
-    return Ranks(4, megatron=True)
-
-
-def check(four: Ranks, cases: list[Case]) -> None:
-    for answers in four.run(core_attention_cases.errors, cases):
+def check(megatron_ranks: Ranks, cases: list[Case]) -> None:
+    for answers in megatron_ranks.run(core_attention_cases.errors, cases):
         for case, (output, gradient, padding_is_ignored) in zip(cases, answers, strict=True):
             assert output < 1e-12, case
             assert gradient < 1e-11, case
@@ -25,25 +20,27 @@ def check(four: Ranks, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("cp", "kind"), SPLITS)
-def test_output_and_gradients_equal_the_softmax_formula(four: Ranks, cp: int, kind: str, layout: str) -> None:
-    check(four, [Case(cp, kind, layout, window=window) for window in (None, 1, WINDOW)])
+def test_output_and_gradients_equal_the_softmax_formula(
+    megatron_ranks: Ranks, cp: int, kind: str, layout: str
+) -> None:
+    check(megatron_ranks, [Case(cp, kind, layout, window=window) for window in (None, 1, WINDOW)])
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_key_value_heads_need_not_divide_by_cp(four: Ranks, cp: int) -> None:
-    check(four, [Case(cp, "a2a", "packed", heads=heads) for heads in ((4, 4), (12, 3), (4, 1))])
+def test_key_value_heads_need_not_divide_by_cp(megatron_ranks: Ranks, cp: int) -> None:
+    check(megatron_ranks, [Case(cp, "a2a", "packed", heads=heads) for heads in ((4, 4), (12, 3), (4, 1))])
 
 
 @pytest.mark.parametrize(("cp", "kind"), SPLITS)
-def test_a_row_with_padding_at_its_end(four: Ranks, cp: int, kind: str) -> None:
+def test_a_row_with_padding_at_its_end(megatron_ranks: Ranks, cp: int, kind: str) -> None:
     rows = [(lengths, layout) for lengths in ((24,), (3, 3), (16, 8)) for layout in LAYOUTS]
-    check(four, [Case(cp, kind, layout, lengths=lengths, longer=3) for lengths, layout in rows])
+    check(megatron_ranks, [Case(cp, kind, layout, lengths=lengths, longer=3) for lengths, layout in rows])
 
 
 @pytest.mark.parametrize(("cp", "kind"), SPLITS[:3])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_draws_from_the_generator_of_mcore(
-    four: Ranks, cp: int, kind: str, sequence_parallel: bool
+    megatron_ranks: Ranks, cp: int, kind: str, sequence_parallel: bool
 ) -> None:
     cases = [Case(cp, kind, layout) for layout in LAYOUTS]
     expected = {
@@ -52,30 +49,30 @@ def test_dropout_draws_from_the_generator_of_mcore(
         "draws are new": True,
         "ordinary generator moved": sequence_parallel,
     }
-    assert four.run(core_attention_cases.dropped, cases, sequence_parallel) == [[expected] * 2] * 4
+    assert megatron_ranks.run(core_attention_cases.dropped, cases, sequence_parallel) == [[expected] * 2] * 4
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_rotary_positions_are_those_of_the_batch(four: Ranks, cp: int) -> None:
+def test_rotary_positions_are_those_of_the_batch(megatron_ranks: Ranks, cp: int) -> None:
     rows = (((7, 1, 20, 12), 0), ((7, 20), 6), ((16,), 0), ((16,), 1))
     cases = [
         Case(cp, "a2a", layout, lengths=lengths, longer=longer)
         for lengths, longer in rows
         for layout in LAYOUTS
     ]
-    for answers in four.run(context_parallel_cases.rotary_errors, cases):
+    for answers in megatron_ranks.run(context_parallel_cases.rotary_errors, cases):
         for case, error in zip(cases, answers, strict=True):
             assert error < 1e-5, case
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_a_padded_row_is_cut_as_mcore_cuts_it(four: Ranks, cp: int) -> None:
-    assert all(four.run(context_parallel_cases.zig_zag, cp))
+def test_a_padded_row_is_cut_as_mcore_cuts_it(megatron_ranks: Ranks, cp: int) -> None:
+    assert all(megatron_ranks.run(context_parallel_cases.zig_zag, cp))
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_a_loss_over_gathered_values_has_the_gradient_of_one_rank(four: Ranks, cp: int) -> None:
-    for answers in four.run(context_parallel_cases.gather_errors, cp):
+def test_a_loss_over_gathered_values_has_the_gradient_of_one_rank(megatron_ranks: Ranks, cp: int) -> None:
+    for answers in megatron_ranks.run(context_parallel_cases.gather_errors, cp):
         for value, gradient in answers:
             assert value == 0
             assert gradient < 1e-12
@@ -84,10 +81,10 @@ def test_a_loss_over_gathered_values_has_the_gradient_of_one_rank(four: Ranks, c
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("cp", "kind"), SPLITS[:3])
 def test_a_model_equals_that_with_the_attention_of_mcore(
-    four: Ranks, cp: int, kind: str, layout: str
+    megatron_ranks: Ranks, cp: int, kind: str, layout: str
 ) -> None:
     cases = [Case(cp, kind, layout, window=window, longer=1) for window in (None, WINDOW)]
-    for answers in four.run(context_parallel_cases.model_errors, cases):
+    for answers in megatron_ranks.run(context_parallel_cases.model_errors, cases):
         for logits, gradients in answers:
             assert logits < 1e-4
             assert gradients < 1e-5

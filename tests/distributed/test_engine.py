@@ -18,11 +18,6 @@ Run = Callable[..., list[Any]]
 KINDS = ["adamw", "muon", "class"]
 
 
-@pytest.fixture(scope="module")
-def two() -> Ranks:
-    return Ranks(2)
-
-
 @pytest.fixture(params=[1, 2])
 def run(request: pytest.FixtureRequest, two: Ranks) -> Run:
     """Return a function that calls ``function(layout, ...)`` on one or two ranks."""

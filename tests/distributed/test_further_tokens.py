@@ -38,29 +38,24 @@ LAYOUTS: dict[str, FSDP2 | Megatron] = {
 }
 
 
-@pytest.fixture(scope="module")
-def pair() -> Ranks:
-    return Ranks(2, megatron=True)
-
-
 plain_step = cache(cases.plain_step)
 
 
-def run(pair: Ranks, function: Any, on: FSDP2 | Megatron, *args: Any) -> list[Any]:
-    return pair.run(function, on, *args) if on.world_size({}, 0) > 1 else [function(on, *args)]
+def run(megatron_pair: Ranks, function: Any, on: FSDP2 | Megatron, *args: Any) -> list[Any]:
+    return megatron_pair.run(function, on, *args) if on.world_size({}, 0) > 1 else [function(on, *args)]
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_is_plain_transformers(pair: Ranks, name: str, layout: str) -> None:
-    for step, _ in run(pair, cases.one_step, LAYOUTS[name], "llama", layout, 2):
+def test_every_layout_is_plain_transformers(megatron_pair: Ranks, name: str, layout: str) -> None:
+    for step, _ in run(megatron_pair, cases.one_step, LAYOUTS[name], "llama", layout, 2):
         assert_same(step, plain_step("llama"))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen2", "gemma"])
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2 tp2"])
-def test_every_family_is_plain_transformers(pair: Ranks, name: str, family: str) -> None:
-    for step, _ in run(pair, cases.one_step, LAYOUTS[name], family, "packed"):
+def test_every_family_is_plain_transformers(megatron_pair: Ranks, name: str, family: str) -> None:
+    for step, _ in run(megatron_pair, cases.one_step, LAYOUTS[name], family, "packed"):
         assert_same(step, plain_step(family))
 
 
@@ -77,29 +72,29 @@ EXPERTS: dict[str, FSDP2 | Megatron] = {
 
 @pytest.mark.parametrize("family", ["qwen3_moe_mixed", "mixtral", "deepseek"])
 @pytest.mark.parametrize("name", EXPERTS)
-def test_layers_of_experts_are_plain_transformers(pair: Ranks, name: str, family: str) -> None:
-    for step, _ in run(pair, cases.one_step, EXPERTS[name], family, "packed"):
+def test_layers_of_experts_are_plain_transformers(megatron_pair: Ranks, name: str, family: str) -> None:
+    for step, _ in run(megatron_pair, cases.one_step, EXPERTS[name], family, "packed"):
         assert_same(step, plain_step(family))
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERTS if name != "fsdp2 tp2"])
-def test_routers_of_further_layers_count_like_others(pair: Ranks, name: str) -> None:
+def test_routers_of_further_layers_count_like_others(megatron_pair: Ranks, name: str) -> None:
     """Router losses and loads of all four MoE layers are equal in two steps, between which biases change."""
     expected = cases.routed(fsdp2())
     assert {f"moe/load_max/{layer}" for layer in range(4)} <= expected.keys()
-    for found in run(pair, cases.routed, EXPERTS[name]):
+    for found in run(megatron_pair, cases.routed, EXPERTS[name]):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen2"])
 @pytest.mark.parametrize("name", ["megatron", "tp2"])
-def test_every_family_of_megatron_is_plain_transformers(pair: Ranks, name: str, family: str) -> None:
-    for step, _ in run(pair, cases.one_step, LAYOUTS[name], family, "packed"):
+def test_every_family_of_megatron_is_plain_transformers(megatron_pair: Ranks, name: str, family: str) -> None:
+    for step, _ in run(megatron_pair, cases.one_step, LAYOUTS[name], family, "packed"):
         assert_same(step, plain_step(family))
 
 
-def test_chunks_of_stages_are_plain_transformers(pair: Ranks) -> None:
-    for step, _ in run(pair, cases.one_step, megatron(pp=2, vpp=2), "llama_four", "packed"):
+def test_chunks_of_stages_are_plain_transformers(megatron_pair: Ranks) -> None:
+    for step, _ in run(megatron_pair, cases.one_step, megatron(pp=2, vpp=2), "llama_four", "packed"):
         assert_same(step, plain_step("llama_four"))
 
 
@@ -122,21 +117,23 @@ def test_a_micro_batch_of_any_size_is_the_same_step(micro_batch: int) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in LAYOUTS if "full" not in n and "selective" not in n])
-def test_the_curve_is_that_of_one_rank(pair: Ranks, name: str) -> None:
+def test_the_curve_is_that_of_one_rank(megatron_pair: Ranks, name: str) -> None:
     single = torch.tensor(cases.curve(fsdp2(), "llama"))
-    for other in run(pair, cases.curve, LAYOUTS[name], "llama"):
+    for other in run(megatron_pair, cases.curve, LAYOUTS[name], "llama"):
         assert torch.tensor(other) == pytest.approx(single, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [("pp2", "fsdp2"), ("fsdp2 tp2", "pp2"), ("dp2 sharded", "tp2")]
 )
-def test_a_checkpoint_goes_on_in_another_layout(pair: Ranks, before: str, after: str, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_in_another_layout(
+    megatron_pair: Ranks, before: str, after: str, tmp_path: Path
+) -> None:
     """Weights and moments are read bitwise as they were saved, and the losses continue."""
     for path in (tmp_path / "saved", tmp_path / "again"):
         path.mkdir()
-    straight = run(pair, cases.saved, LAYOUTS[before], "llama", tmp_path / "saved")
-    found = run(pair, cases.resumed, LAYOUTS[after], "llama", tmp_path / "saved", tmp_path / "again")
+    straight = run(megatron_pair, cases.saved, LAYOUTS[before], "llama", tmp_path / "saved")
+    found = run(megatron_pair, cases.resumed, LAYOUTS[after], "llama", tmp_path / "saved", tmp_path / "again")
     assert torch.tensor(found) == pytest.approx(torch.tensor(straight), rel=1e-5)
     written = read(tmp_path / "saved")
     assert_equal(read(tmp_path / "again"), written)
@@ -146,8 +143,8 @@ def test_a_checkpoint_goes_on_in_another_layout(pair: Ranks, before: str, after:
 
 
 @pytest.mark.parametrize("name", ["fsdp2 tp2", "pp2"])
-def test_an_export_holds_every_layer(pair: Ranks, name: str, tmp_path: Path) -> None:
-    run(pair, cases.exported, LAYOUTS[name], "llama", tmp_path)
+def test_an_export_holds_every_layer(megatron_pair: Ranks, name: str, tmp_path: Path) -> None:
+    run(megatron_pair, cases.exported, LAYOUTS[name], "llama", tmp_path)
     described = replace(spec("llama"), mtp=MTPConfig(cases.DEPTHS))
     weights, shapes = described.weights(0), named_shapes(described.build(described.config()))
     files = stored_names(tmp_path)

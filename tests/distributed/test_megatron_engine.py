@@ -35,17 +35,12 @@ WITHOUT_PIPELINE = [name for name, layout in LAYOUTS.items() if layout.pp == 1]
 
 
 @pytest.fixture(scope="module")
-def two() -> Ranks:
-    return Ranks(2, megatron=True)
-
-
-@pytest.fixture(scope="module")
-def run(two: Ranks) -> Run:
+def run(megatron_pair: Ranks) -> Run:
     """Return a function that calls ``function(layout, ...)`` on the ranks of a layout."""
 
     def call(function: Callable[..., Any], on: FSDP2 | Megatron, *args: Any) -> list[Any]:
         ranks = on.world_size({}, 0)
-        return [function(on, *args)] if ranks == 1 else two.run(function, on, *args)
+        return [function(on, *args)] if ranks == 1 else megatron_pair.run(function, on, *args)
 
     return call
 

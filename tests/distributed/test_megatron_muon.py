@@ -29,11 +29,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def four() -> Ranks:
-    return Ranks(4, megatron=True)
-
-
 def size(layout: str) -> int:
     on = LAYOUTS[layout]
     return on.model_ranks * (on.dp or 1)
@@ -78,15 +73,15 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
     ],
 )
 def test_a_layout_trains_the_curve_of_one_process(
-    four: Ranks, one_process: OneProcess, layout: str, family: str, kind: str, tmp_path: Path
+    megatron_ranks: Ranks, one_process: OneProcess, layout: str, family: str, kind: str, tmp_path: Path
 ) -> None:
     """Gradients are close in the first steps; a checkpoint of either engine continues on the other."""
     on, ranks = LAYOUTS[layout], size(layout)
     here, back, loaded = (tmp_path / name for name in ("here", "back", "loaded"))
     one, expected = one_process(family, kind)
-    for rank in four.run(cases.trained, on, family, kind, here, size=ranks):
+    for rank in megatron_ranks.run(cases.trained, on, family, kind, here, size=ranks):
         torch.testing.assert_close(torch.tensor(rank), expected, rtol=1e-5, atol=0)
-    for rank in four.run(cases.trained, on, family, kind, loaded, one, size=ranks):
+    for rank in megatron_ranks.run(cases.trained, on, family, kind, loaded, one, size=ranks):
         torch.testing.assert_close(torch.tensor(rank), expected[2:], rtol=1e-5, atol=0)
     assert_equal(read(loaded), read(one))
     rest = torch.tensor(cases.trained(fsdp2(), family, kind, back, here))
@@ -98,18 +93,21 @@ def test_a_layout_trains_the_curve_of_one_process(
     ("layout", "family"),
     [("tp2dp2 sharded", "odd"), ("pp2vpp2", "qwen2_four"), ("tp2ep2etp2 sharded", "qwen3_moe")],
 )
-def test_a_resume_is_bitwise(four: Ranks, layout: str, family: str, tmp_path: Path) -> None:
+def test_a_resume_is_bitwise(megatron_ranks: Ranks, layout: str, family: str, tmp_path: Path) -> None:
     on, ranks = LAYOUTS[layout], size(layout)
-    straight = four.run(cases.trained, on, family, "full", tmp_path / "straight", size=ranks)[0]
+    straight = megatron_ranks.run(cases.trained, on, family, "full", tmp_path / "straight", size=ranks)[0]
     at = tmp_path / "straight"
-    assert four.run(cases.trained, on, family, "full", tmp_path / "again", at, size=ranks)[0] == straight[2:]
+    assert (
+        megatron_ranks.run(cases.trained, on, family, "full", tmp_path / "again", at, size=ranks)[0]
+        == straight[2:]
+    )
     assert_equal(read(tmp_path / "again", streams=True), read(at, streams=True))
 
 
 @pytest.mark.parametrize(("layout", "copies"), [("tp2dp2 sharded", 1), ("tp2dp2", 2), ("pp2dp2 sharded", 1)])
-def test_owners_keep_the_master_weights(four: Ranks, layout: str, copies: int) -> None:
+def test_owners_keep_the_master_weights(megatron_ranks: Ranks, layout: str, copies: int) -> None:
     """In bf16; there is one copy of every weight, or one in every replica, and one is written."""
-    found = four.run(cases.in_half, LAYOUTS[layout], size=4)
+    found = megatron_ranks.run(cases.in_half, LAYOUTS[layout], size=4)
     total = found[0].total
     assert sum(rank.written for rank in found) == total
     tied = 161 * 32 if "pp2" in layout else 0  # the last stage has an embedding of its own
@@ -119,5 +117,5 @@ def test_owners_keep_the_master_weights(four: Ranks, layout: str, copies: int) -
     assert sum(rank.rounded for rank in found) > 0.9 * copies * total
 
 
-def test_a_skipped_step_changes_nothing(four: Ranks) -> None:
-    assert all(four.run(cases.skipped_step, LAYOUTS["tp2dp2 sharded"]))
+def test_a_skipped_step_changes_nothing(megatron_ranks: Ranks) -> None:
+    assert all(megatron_ranks.run(cases.skipped_step, LAYOUTS["tp2dp2 sharded"]))

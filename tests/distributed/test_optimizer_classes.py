@@ -25,16 +25,6 @@ LAYOUTS = {
 PROMISED = ("muon", "radam", "lion", "schedule-free", "adamw 8 bit")
 
 
-@pytest.fixture(scope="module")
-def two() -> Ranks:
-    return Ranks(2)
-
-
-@pytest.fixture(scope="module")
-def four() -> Ranks:
-    return Ranks(4)
-
-
 OneRank = Callable[[str], tuple[Path, Tensor]]
 
 

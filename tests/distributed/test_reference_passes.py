@@ -15,27 +15,24 @@ LAYOUTS = {"fsdp2": fsdp2(2), "pp2": megatron(dp=1, pp=2)}
 
 
 @pytest.fixture(scope="module")
-def two() -> Ranks:
-    return Ranks(2, megatron=True)
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cases.save_reference(tmp_path_factory.mktemp("reference"))
 
 
 @pytest.mark.parametrize("on", LAYOUTS.values(), ids=LAYOUTS)
-def test_another_model_is_scored_as_transformers_does(two: Ranks, folder: Path, on: FSDP2 | Megatron) -> None:
+def test_another_model_is_scored_as_transformers_does(
+    megatron_pair: Ranks, folder: Path, on: FSDP2 | Megatron
+) -> None:
     """The reference has another architecture than the trained model and is not changed by training."""
     expected, found = cases.plain_logps(folder), {}
-    for answer in two.run(cases.other_model, on, folder):
+    for answer in megatron_pair.run(cases.other_model, on, folder):
         found |= answer or {}
     assert sorted(found) == [0, 2, 4, 6]
     for first, logps in found.items():
         torch.testing.assert_close(logps[0], torch.cat(expected[first : first + 2]), rtol=0, atol=2e-5)
 
 
-def test_what_one_layout_computes_every_layout_reads(two: Ranks, tmp_path: Path) -> None:
+def test_what_one_layout_computes_every_layout_reads(megatron_pair: Ranks, tmp_path: Path) -> None:
     """Caches of one process and of two, on either engine, are bitwise right on the same layout.
 
     On other layouts they are equal up to rounding.
@@ -46,10 +43,10 @@ def test_what_one_layout_computes_every_layout_reads(two: Ranks, tmp_path: Path)
     assert error == 0
     assert largest > 5
     for name, on in LAYOUTS.items():
-        assert max(two.run(cases.fill_and_ask, on, data, tmp_path / name))[0] == 0
+        assert max(megatron_pair.run(cases.fill_and_ask, on, data, tmp_path / name))[0] == 0
         assert not (tmp_path / name / "scratch").exists()
         assert cases.difference(alone, data, tmp_path / name)[0] < 1e-5 * largest
-        assert max(two.run(cases.difference, on, data, tmp_path / "one"))[0] < 1e-5 * largest
+        assert max(megatron_pair.run(cases.difference, on, data, tmp_path / "one"))[0] < 1e-5 * largest
 
 
 @pytest.mark.parametrize("on", [fsdp2(), megatron(dp=1)], ids=["fsdp2", "megatron"])

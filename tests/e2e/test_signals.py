@@ -125,25 +125,6 @@ def test_a_sweep_ends_with_the_job_that_a_signal_stops(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*/*/run.json"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("run.max_time=soon", ["run.max_time", "HH:MM:SS"]),
-        ("run.hang_timeout_s=-1", ["run.hang_timeout_s"]),
-        ("run.max_restarts=-1", ["run.max_restarts"]),
-        (
-            "run.max_restarts=1,checkpoint.model_only=true",
-            ["run.max_restarts", "checkpoint.model_only=false"],
-        ),
-    ],
-)
-def test_mistakes(tmp_path: Path, change: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert call_here(f"run.output_dir={tmp_path}", *SIX, *change.split(",")) == 2
-    message = capsys.readouterr().err
-    assert all(word in message for word in words)
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_cannot_be_done_twice_alike_is_refused_where_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from components.contracts.data import SampleKind
 from components.contracts.errors import ConfigError
 from components.data import FilesData, PreparedData
-from components.data.tokenizer import PATH
 
 USER = {"role": "user", "content": "Hi"}
 GOOD = [{"messages": [USER, {"role": "assistant", "content": f"Answer {n}."}]} for n in range(6)]
@@ -26,12 +25,6 @@ LINES = [
     json.dumps(IMAGE),
 ]
 LINES += map(json.dumps, GOOD[3:])
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(PATH)
-    return tokenizer
 
 
 def prepare(

@@ -8,24 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from components.contracts.batch import IGNORE
 from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.data import FilesData, PreparedData, StdlibData, data_sources
 from components.data.tokenize import encoder
-from components.data.tokenizer import PATH
 from components.json_text import as_type
 from tests.unit.components.data.store.test_indexed import write_indexed
 
 SHARED = Path(__file__).parents[5] / "shared" / "data"
 ONE_RANK = BatchShard(global_batch_size=4, micro_batch_size=2)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(PATH)
 
 
 @pytest.fixture(autouse=True)

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from components.contracts.data import SampleKind
 from components.contracts.errors import ConfigError
 from components.data import LlamaFactoryData, PreparedData
 from components.data.records.options import RecordError
-from components.data.tokenizer import PATH
 
 SHARED = Path(__file__).resolve().parents[5] / "shared" / "data"
 TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
@@ -75,12 +74,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], SampleKind, str]] = {
         ANSWERED,
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(PATH)
-    return tokenizer
 
 
 def describe(folder: Path, entries: dict[str, Any]) -> None:

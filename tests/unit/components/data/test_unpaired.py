@@ -31,11 +31,6 @@ def record(name: str, label: bool) -> dict[str, Any]:
     return {"prompt": f"What is a {name}?", "completion": f"A {name} is small.", "label": label}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(PATH)
-
-
 def prepare(folder: Path, records: list[Any], kind: Any, **options: Any) -> PreparedData:
     path = folder / "train.jsonl"
     path.write_text("".join(f"{json.dumps(one)}\n" for one in records))

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from components.contracts.batch import DESIRABLE, UNDESIRABLE, Batch
 from components.contracts.data import BatchShard
@@ -23,14 +23,8 @@ from components.data.store.checked_files import write_checked_json
 from components.data.stream.chunks import chunk_name
 from components.data.stream.producer import FAILURE, Producer, StreamedTokens, write_chunk
 from components.data.stream.stream_loader import StreamLoader
-from components.data.tokenizer import PATH
 
 SHARD = BatchShard(global_batch_size=8, micro_batch_size=2)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(PATH)
 
 
 @pytest.fixture(autouse=True)

@@ -33,11 +33,6 @@ from components.data.tokenizer import PATH
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(PATH)
-
-
-@pytest.fixture(scope="module")
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
     return Encoder(tokenizer, "text", 16, "truncate", train_on_prompt=False)
 

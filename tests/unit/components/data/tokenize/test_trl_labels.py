@@ -7,7 +7,6 @@ from typing import Any
 import datasets
 import pytest
 from transformers import (
-    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -22,7 +21,6 @@ from components.data.records.record_files import PairAnswer
 from components.data.records.samples import UnpairedSample
 from components.data.records.split_pairs import split_pairs
 from components.data.tokenize.encoder import Encoder, with_kl_completions
-from components.data.tokenizer import PATH
 
 trl = pytest.importorskip("trl")
 
@@ -68,12 +66,6 @@ UNPAIRED: dict[str, dict[str, Any]] = {
     "messages": {"prompt": QUESTION, "completion": GREEN, "label": False},
     "tools": {"prompt": [*SYSTEM, *QUESTION], "completion": CALL, "label": True, "tools": TOOLS},
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(PATH)
-    return tokenizer
 
 
 @pytest.fixture(scope="module")

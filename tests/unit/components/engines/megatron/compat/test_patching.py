@@ -337,29 +337,24 @@ def test_every_symbol_has_a_test() -> None:
     assert sorted(patched) == sorted(PROBES.keys() | TWO_RANKS)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Ranks:
-    return Ranks(2, megatron=True)
-
-
-def test_stages_agree_on_tied_embeddings(ranks: Ranks) -> None:
-    first, last = ranks.run(tied_embeddings, None)
+def test_stages_agree_on_tied_embeddings(megatron_pair: Ranks) -> None:
+    first, last = megatron_pair.run(tied_embeddings, None)
     assert first.abs().sum() > 0
     assert torch.equal(first, last)
-    assert all("CUDA" in error or "NVIDIA" in error for error in ranks.run(tied_embeddings, TIED))
+    assert all("CUDA" in error or "NVIDIA" in error for error in megatron_pair.run(tied_embeddings, TIED))
 
 
-def test_what_is_sent_outlives_what_the_schedule_frees(ranks: Ranks) -> None:
-    assert ranks.run(sent_while_freed, None) == [True, True]
-    assert ranks.run(sent_while_freed, P2P) == [True, False]
+def test_what_is_sent_outlives_what_the_schedule_frees(megatron_pair: Ranks) -> None:
+    assert megatron_pair.run(sent_while_freed, None) == [True, True]
+    assert megatron_pair.run(sent_while_freed, P2P) == [True, False]
 
 
-def test_parts_of_different_sizes_are_exchanged(ranks: Ranks) -> None:
+def test_parts_of_different_sizes_are_exchanged(megatron_pair: Ranks) -> None:
     gathered = [0.0, 1.0, 1.0, 1.0]
-    first, second = ranks.run(parts_of_different_sizes, None)
+    first, second = megatron_pair.run(parts_of_different_sizes, None)
     assert first == (gathered, [[3.0, 3.0]])
     assert second == (gathered, [[3.0, 3.0]] * 3)
-    assert all("invalid" in error for error in ranks.run(parts_of_different_sizes, UNEVEN))
+    assert all("invalid" in error for error in megatron_pair.run(parts_of_different_sizes, UNEVEN))
 
 
 # ---- the patches themselves
