@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Self
 
 import psutil
-import torch
 from rich.progress import Progress, TaskID
 
 from components.contracts.data import BatchStats
@@ -48,8 +47,9 @@ class MetricsReporter:
     """Floating point operations of one step on a global batch."""
     peak_flops: float | None
     """FLOP/s of all ranks together. None means that it is unknown."""
-    max_over_ranks: Callable[[float], float]
-    """The method ``Engine.max_over_ranks``."""
+    peak_memory: Callable[[], int | None]
+    """A function that every rank calls, and that returns the largest peak of device memory of all ranks in
+    bytes. None means that the device is a CPU."""
     loggers: CompositeLogger | None = None
     progress: Progress | None = None
     results: Results = field(default_factory=Results)
@@ -169,9 +169,8 @@ class MetricsReporter:
 
     def _memory(self) -> Row:
         """Return the memory in GiB: the largest GPU peak of all ranks or, on CPUs, this process's RSS."""
-        peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
-        if peak:
-            return {"perf/peak_memory_gib": self.max_over_ranks(peak / 2**30)}
+        if (peak := self.peak_memory()) is not None:
+            return {"perf/peak_memory_gib": peak / 2**30}
         return {"perf/rss_gib": psutil.Process().memory_info().rss / 2**30}
 
     def _ending(self, error: BaseException | None) -> RunResult:

@@ -49,6 +49,7 @@ from runner.training.hooks import Hooks
 from runner.training.loop import (
     TrainContext,
     TrialOutOfMemory,
+    peak_memory,
     stop_record,
     take_trial_step,
     train,
@@ -444,7 +445,7 @@ def reporter(
     reference = None if source.engine_mode == "none" else matmul_sizes(source.model.meta_model)
     passes = passes_without_gradient(experiment.stage, sizes, reference)
     flops = partial(step_flops, sizes, forward_only=passes)
-    report = MetricsReporter(experiment.run.log_every, flops, None, engine.max_over_ranks)
+    report = MetricsReporter(experiment.run.log_every, flops, None, partial(peak_memory, engine))
     if console is not None:
         begun = RunInfo(folder, config, record.to_json(), steps_done(record.checkpoint))
         report.peak_flops = peak_flops(engine.device, DTYPES[experiment.run.dtype]) * record.world_size

@@ -32,6 +32,7 @@ QLORA = pytest.mark.skipif(
     find_spec("bitsandbytes") is None or torch.__version__ < "2.12", reason="no bitsandbytes, or an old torch"
 )
 
+DROPOUT = ("adapter=lora", "adapter.dropout=0.1")
 OPTIONS = {
     "padded": (*SMALL, *FSDP2, "data.packing=none"),
     "windows": (*SMALL, *WINDOWS),
@@ -44,6 +45,9 @@ OPTIONS = {
     "recomputed": (*SMALL, *FSDP2, "parallelism.activation_checkpointing=full"),
     "muon": (*SMALL, *FSDP2, "optimizer=muon"),
     "lora": (*SMALL, *FSDP2, "adapter=lora", "stage=dpo"),
+    "dropout": (*SMALL, *FSDP2, *DROPOUT),
+    "dropout recomputed": (*SMALL, *FSDP2, *DROPOUT, "parallelism.activation_checkpointing=full"),
+    "dropout and host activations": (*SMALL, *FSDP2, *DROPOUT, "parallelism.activation_offloading=true"),
     "dora": (*SMALL, *FSDP2, "adapter=dora"),
     "pissa": (*SMALL, *FSDP2, "adapter=lora", "adapter.init_lora_weights=pissa"),
     "qlora": (*SMALL, *FSDP2, "adapter=qlora"),
@@ -55,6 +59,7 @@ OPTIONS = {
     "megatron host state": (*SMALL, *SHARDED, "parallelism.optimizer_cpu_offload=true"),  # not in fp32
     "megatron host activations": (*SMALL, *MEGATRON, "parallelism.activation_offloading=true"),
     "megatron muon": (*SMALL, *MEGATRON, "optimizer=muon"),
+    "megatron dropout": (*SMALL, *MEGATRON, *DROPOUT),
     "megatron experts": (*EXPERTS, *MEGATRON),
     "megatron experts in turn": (*EXPERTS, *MEGATRON, "parallelism.moe_grouped_gemm=false"),
     "megatron latent attention": (*LATENT, *MEGATRON),

@@ -76,18 +76,17 @@ def masked(values: Tensor, tokens: Tensor, channels: Tensor, probability: float)
     numbers = min(round(probability * 2**32), MASK) - 2**31, 1 / (1 - probability)
     if torch.compiler.is_compiling():
         return _masked(values, tokens, channels, *numbers)
-    if generated_kernels.is_available(values.device.type):
-        product: Tensor = generated_kernels.compiled(_masked)(values, tokens, channels, *numbers)
-        return product
-    made = torch.empty_like(values, memory_format=torch.contiguous_format)
-    rows, width = tokens.reshape(-1, 1), values.shape[-1]
-    parts = (
-        tensor.split(max(CHUNK // width, 1))
-        for tensor in (made.view(-1, width), values.reshape(-1, width), rows)
-    )
+    # Without gradient and with one shape for all layers, few variants of the kernel are generated.
+    width = values.shape[-1]
+    flat, rows = values.detach().reshape(-1, width), tokens.reshape(-1, 1)
+    if generated_kernels.is_available(values):
+        product: Tensor = generated_kernels.compiled(_masked)(flat, rows, channels, *numbers)
+        return product.view(values.shape)
+    made = torch.empty_like(flat)
+    parts = (tensor.split(max(CHUNK // width, 1)) for tensor in (made, flat, rows))
     for out, some, those in zip(*parts, strict=True):
         out.copy_(_masked(some, those, channels, *numbers))
-    return made
+    return made.view(values.shape)
 
 
 def _masked(values: Tensor, tokens: Tensor, channels: Tensor, threshold: int, scale: float) -> Tensor:

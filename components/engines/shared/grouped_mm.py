@@ -14,12 +14,13 @@ ALIGNED = 8
 def has_grouped_kernel(rows: Tensor, outputs: int) -> bool:
     """Return whether torch has a grouped kernel for ``rows`` ``[N, in]`` and matrices ``[outputs, in]``.
 
-    On GPUs of a compute capability below 9.0, torch copies the loads to the host and multiplies in a loop.
+    On GPUs whose compute capability is not 9.x or 10.x, torch copies the loads to the host and multiplies in
+    a loop.
     """
     fits = rows.shape[1] % ALIGNED == 0 and outputs % ALIGNED == 0 and len(rows) > 0
     if not (rows.is_cuda and rows.dtype == torch.bfloat16 and fits):
         return False
-    return torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    return torch.cuda.get_device_capability(rows.device)[0] in (9, 10)
 
 
 def grouped_matmul(rows: Tensor, weight: Tensor, loads: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def token_stats(
     index = (flat != IGNORE).nonzero()[:, 0] if label_index is None else label_index
     rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
     vocabulary = shard or FullVocabulary(len(head_weight))
-    fused = head_bias is None and generated_kernels.is_available(hidden.device.type)
+    fused = head_bias is None and generated_kernels.is_available(hidden)
     size = chunk_size(vocabulary, hidden.device, hidden.dtype if fused else stats_dtype(hidden))
     head = HeadChunking(vocabulary, size, requires, fused)
     inputs = (head, rows, head_weight, head_bias, flat.index_select(0, index))

@@ -30,7 +30,7 @@ class Kept:
 
 def ending_of(stopped: Stopped | None = None, error: BaseException | None = None) -> RunResult:
     kept = Kept()
-    reporter = MetricsReporter(1, lambda _: 0.0, None, float, kept)  # type: ignore[arg-type]
+    reporter = MetricsReporter(1, lambda _: 0.0, None, lambda: None, kept)  # type: ignore[arg-type]
     with suppress(RuntimeError, KeyboardInterrupt), reporter:
         reporter.evaluation(TrainState(step=7), {"eval/loss": 2.5})
         reporter.stopped = stopped
@@ -74,7 +74,7 @@ def test_results_are_what_was_logged_last_and_is_finite() -> None:
 def test_the_line_of_an_evaluation(evaluates: bool, shown: str, caplog: pytest.LogCaptureFixture) -> None:
     """The bar of a run that only evaluates counts its batches."""
     progress = Progress()
-    reporter = MetricsReporter(1, lambda _: 0.0, None, float, Kept(), progress)  # type: ignore[arg-type]
+    reporter = MetricsReporter(1, lambda _: 0.0, None, lambda: None, Kept(), progress)  # type: ignore[arg-type]
     if evaluates:
         reporter.start_evaluation(3)
     else:

@@ -14,6 +14,7 @@ from components.engines.shared.grouped_mm import has_grouped_kernel
     [
         ((9, 0), 4, 64, 32, torch.bfloat16, True),
         ((8, 0), 4, 64, 32, torch.bfloat16, False),  # there torch copies the loads to the host
+        ((12, 0), 4, 64, 32, torch.bfloat16, False),  # and there
         ((9, 0), 0, 64, 32, torch.bfloat16, False),
         ((9, 0), 4, 60, 32, torch.bfloat16, False),
         ((9, 0), 4, 64, 30, torch.bfloat16, False),
