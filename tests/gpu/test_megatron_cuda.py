@@ -59,6 +59,16 @@ def test_float8_has_nearly_the_curve_of_bf16(tmp_path: Path) -> None:
         assert loss == pytest.approx(expected, rel=2e-2)
 
 
+def test_gradients_that_products_add_are_those_that_are_added_later(tmp_path: Path) -> None:
+    same = ("run.dtype=bf16", "parallelism=megatron", "parallelism.transformer_impl=local")
+    ours, theirs = (
+        curves(tmp_path / fused, *same, f"parallelism.gradient_accumulation_fusion={fused}")
+        for fused in ("true", "false")
+    )
+    for our, their in zip(ours, theirs, strict=True):
+        assert our == pytest.approx(their, rel=1e-2)
+
+
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputation_on_a_gpu(tmp_path: Path, recompute: str) -> None:
     ours = curves(
