@@ -85,6 +85,11 @@ class ModelSpec:
                 )
             if self.architecture is None:
                 raise ConfigError("model.path: is null and so is model.architecture; give one of them.")
+        if self.path is not None and not self.reads_path and Path(self.path).expanduser().is_dir():
+            raise ConfigError(
+                f"model.path={self.path}: is not read, as model.architecture gives the shape and "
+                "model.init=random the weights; use model=hf or model.init=pretrained."
+            )
         if self.revision is not None and not self.reads_path:
             raise ConfigError(
                 "model.revision: is not read with model.init=random and model.architecture; leave it out."

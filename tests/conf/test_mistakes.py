@@ -200,6 +200,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["run.max_restarts", "checkpoint.model_only=false"],
     ),
     "a spike that is none": (["run.loss_spike_factor=1"], ["run.loss_spike_factor: must be above 1"]),
+    "a smaller spike": (["run.loss_spike_factor=0.5"], ["run.loss_spike_factor: must be above 1"]),
+    "a negative spike": (["run.loss_spike_factor=-3"], ["run.loss_spike_factor: must be above 1"]),
     "negative rate": (["optimizer.lr=-1e-3"], ["optimizer.lr"]),
     "beta": (["stage=dpo", "stage.beta=0"], ["stage.beta"]),
     "reference without an adapter": (

@@ -19,18 +19,22 @@ TWELVE = ("run.global_batch_size=12", "run.micro_batch_size=1")
 # id: (arguments, the key that the message begins with, words of the remedy)
 WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     # ---- tensor parallelism
-    "tp 5": ((ON + "tp2", "parallelism.tp=5"), "parallelism.tp: 5", "use 2 or 4"),
+    "tp 5": (
+        (ON + "tp2", "parallelism.tp=5"),
+        "parallelism.tp: 5 does not divide num_key_value_heads = 4",
+        "use 2 or 4",
+    ),
     "tp 8": ((ON + "tp2", "parallelism.tp=8"), "parallelism.tp: 8", "use 2 or 4"),
     "tp 6 of FSDP2": (
         (ON + "fsdp2_tp2", "parallelism.tp=6", "run.global_batch_size=8"),
-        "parallelism.tp: 6",
+        "parallelism.tp: 6 does not divide num_key_value_heads = 4",
         "use 2 or 4",
     ),
     "tp 3 of 70B": ((*BIG, *MANY, ON + "megatron", "parallelism.tp=3"), "parallelism.tp: 3", "use 2 or 4"),
     "tp 16 of 70B": ((*BIG, *MANY, ON + "fsdp2", "parallelism.tp=16"), "parallelism.tp: 16", "use 4 or 8"),
     "tp of an odd MLP": (
         (ON + "fsdp2_tp2", "model.architecture.intermediate_size=767"),
-        "parallelism.tp: 2",
+        "parallelism.tp: 2 does not divide intermediate_size = 767",
         "use 1",
     ),
     "tp of a tiny vocabulary": (
@@ -82,7 +86,7 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "a group taken away": (("~adapter",), "adapter", "choose one"),
     "first stage with all": (
         (ON + "pp2", "parallelism.first_stage_layers=4"),
-        "parallelism.first_stage_layers",
+        "parallelism.first_stage_layers: first_stage_layers = 4 leaves 0 of 4",
         "leave a multiple of 1",
     ),
     "last stage with too many": (
@@ -126,16 +130,20 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "use one of the two ways",
     ),
     # ---- context parallelism
-    "cp 3": ((ON + "fsdp2_cp2", "parallelism.cp=3"), "parallelism.cp: 3", "parallelism.cp=2 or 4"),
+    "cp 3": (
+        (ON + "fsdp2_cp2", "parallelism.cp=3"),
+        "parallelism.cp: 3 does not divide the 8 attention heads",
+        "parallelism.cp=2 or 4",
+    ),
     "cp 16": ((ON + "fsdp2_cp2", "parallelism.cp=16"), "parallelism.cp: 16", "parallelism.cp=4 or 8"),
     "cp 3 beside tp": (
         (ON + "fsdp2_tp2cp2", "parallelism.cp=3"),
-        "parallelism.cp: 3",
+        "parallelism.cp: 3 does not divide the 4 attention heads",
         "parallelism.cp=2 or 4",
     ),
     "cp 3 of Megatron's all-to-all": (
         (ON + "tp2cp2", "parallelism.cp=3", "parallelism.cp_comm_type=a2a"),
-        "parallelism.cp: 3",
+        "parallelism.cp: 3 does not divide the 4 attention heads",
         "all_gather",
     ),
     "cp 128 of 70B": (

@@ -42,7 +42,8 @@ _UP_TO_AN_ANSWER: Mapping[Format, tuple[str, ...]] = {
     "prompt_completion": ("completion",),
     "unpaired": ("messages", "conversations"),
 }
-"""Fields that are read up to their last answer; in unpaired data only if there is no completion."""
+"""Fields with a conversation, of which turns after the last answer are not read. In an unpaired record with a
+``completion``, the conversation is the prompt and is read to its end."""
 _TWINS = (("role", "from"), ("content", "value"))
 """Pairs of keys of a message the second of which is read only if the message does not have the first one."""
 _MESSAGE_KEYS = (

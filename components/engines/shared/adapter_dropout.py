@@ -76,7 +76,7 @@ def masked(values: Tensor, tokens: Tensor, channels: Tensor, probability: float)
     numbers = min(round(probability * 2**32), MASK) - 2**31, 1 / (1 - probability)
     if torch.compiler.is_compiling():
         return _masked(values, tokens, channels, *numbers)
-    # Without gradient and with one shape for all layers, few variants of the kernel are generated.
+    # torch.compile makes another kernel for inputs that require gradients or have more dimensions.
     width = values.shape[-1]
     flat, rows = values.detach().reshape(-1, width), tokens.reshape(-1, 1)
     if generated_kernels.is_available(values):

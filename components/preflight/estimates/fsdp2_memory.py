@@ -441,10 +441,10 @@ class StepMemory:
         return sum(part.trained - part.ep_trained for part in self.parts_of(group))
 
     def during_expert_reduction(self, number: int) -> Bytes:
-        """Return the bytes when gradients of a block's experts that ep ranks split are reduced.
+        """Return the bytes when the gradients of a block's experts, sharded over ep ranks, are reduced.
 
-        They exist in the reduction buffer, and also as they were before it or, if earlier micro-batches were
-        reduced, as the result that is then added.
+        They exist twice: in the reduction buffer, and either as the gradients that were copied to it or as
+        the result, which may have to be added to the result of earlier micro-batches.
         """
         own, after = self.weights.blocks[number], self.during_block(number, "norm")
         unreduced = own.ep_trained * (FP32 if self.accumulates else self.size)
@@ -479,9 +479,10 @@ class StepMemory:
         }
 
     def during_reduction(self, group: range) -> Bytes:
-        """Return the bytes when a copy of a group's gradients is divided, which takes a second buffer.
+        """Return the bytes when FSDP2 divides the gradients of a group of blocks by 1 (see ``divides``).
 
-        A third one has the result, unless this is among the gradients.
+        Besides the reduction buffer there is its quotient, and the result. The result is already among the
+        gradients, unless it is added to earlier gradients or moved to host memory.
         """
         first, buffers = group.start, 3 if self.adds_reduced or self.offloads else 2
         earlier = self.accumulated_grads((self.weights.root, *self.weights.blocks[:first]))
@@ -636,7 +637,7 @@ class StepMemory:
         return sum(part.ep_unsharded_trained for part in parts) * FP32 // self.shards
 
     def divides(self, ep: int = 1) -> bool:
-        """Whether FSDP2 divides a copy of the gradients: those of replicas that are not sharded.
+        """Whether FSDP2 makes a quotient of the reduction buffer: for replicas that are not sharded.
 
         ``ep`` is the number of ranks that split these parameters.
         """

@@ -240,6 +240,7 @@ def test_reasons_are_found_by_the_hub_s_own_types() -> None:
     [
         ({"init": "pretrained"}, "model.path: is null, and model.init=pretrained"),
         ({}, "model.path: is null and so is model.architecture"),
+        ({"path": "/", "architecture": TINY}, "model.path=/: is not read"),
         ({"revision": "v1", "architecture": TINY}, "model.revision: is not read"),
     ],
 )
