@@ -91,8 +91,9 @@ LARGE = {
     "1b": [*OF_1B, "parallelism=single"],
     "1b replicas in one group": [
         *OF_1B,
-        "parallelism=fsdp2",
-        *("parallelism.dp=2", "parallelism.dp_replicate=2", *ONE_GROUP),
+        FOUR,
+        *("parallelism=fsdp2", "parallelism.dp=2", "parallelism.dp_replicate=2"),
+        *("parallelism.blocks_per_group=4", "data.max_length=512"),
         *("run.micro_batch_size=1", "run.global_batch_size=4"),
     ],
     "0.6b fp32": [*SINGLE_FP32, "parallelism=single"],
@@ -194,6 +195,16 @@ LARGE = {
     "experts on two ranks": [
         *EXPERTS,
         *("parallelism=fsdp2", "parallelism.dp=8", "parallelism.ep=2", "run.micro_batch_size=2"),
+    ],
+    "experts that all ranks split": [
+        *EXPERTS,
+        *("parallelism=fsdp2", "parallelism.dp=2", "parallelism.ep=2"),
+        *("run.micro_batch_size=1", "run.global_batch_size=2", "data.max_length=1024"),
+    ],
+    "experts of replicas": [
+        *EXPERTS,
+        *("parallelism=fsdp2", "parallelism.dp=4", "parallelism.dp_replicate=2", "parallelism.ep=2"),
+        *("run.micro_batch_size=1", "run.global_batch_size=4", "data.max_length=256"),
     ],
     "experts on eight ranks": [*EXPERTS, "parallelism=fsdp2", *EP8, KEPT],
     "experts of all layers in one group": [*ONE_MICROBATCH, *ONE_GROUP, "parallelism.dp_replicate=2"],
