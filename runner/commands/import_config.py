@@ -24,13 +24,14 @@ from components.contracts.json_types import Json
 from components.home import expand_home
 from runner.cli import run_or_answer
 from runner.commands.arguments import Keys, first_line, parse_pairs, whole_number
-from runner.commands.other_tools import TOOLS, Translation, translate
+from runner.commands.importing.translate import TOOLS, translate
+from runner.commands.importing.translation import Translation
 from runner.config.command_line import hydra_value
 
 KEYS: Keys = {"ranks": None, "stage": ("pt", "sft", "rm", "dpo", "kto", "orpo", "cpo", "simpo")}
 PER_NODE = "nproc_per_node"
-LAUNCHED = ("num_processes", PER_NODE)
-"""Options of accelerate, with the number of all ranks, and of torchrun, with that of the ranks of a node."""
+LAUNCHED = ("num_processes", "num_gpus", PER_NODE)
+"""Options of accelerate and deepspeed, with the number of ranks, and of torchrun, with those of a node."""
 NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
 """Words of a command line that are numbers. YAML reads others as numbers, too: 2024_01_15, 0123 and 1:30."""
 SCRIPT = re.compile(r"(?:^|[/_])(sft|dpo|kto|orpo|cpo|reward)(?:_\w+)?(?:\.py)?$")
@@ -126,6 +127,10 @@ def command_line(text: str, path: Path) -> tuple[Json, dict[str, str]]:
         options = read_options(named if named.is_file() else path.parent / named) | options
     if "config_file" in launcher:
         options["fsdp_config"] = launcher["config_file"]
+        named = Path(expand_home("config_file", str(launcher["config_file"])))
+        named = named if named.is_file() else path.parent / named
+        if named.is_file() and isinstance(count := read_options(named).get("num_processes"), int):
+            found.setdefault("ranks", str(count))
     return options, found
 
 

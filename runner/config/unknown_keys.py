@@ -13,6 +13,7 @@ import yaml
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
+from runner.config.command_line import hydra_value
 from runner.config.sources import did_you_mean
 from runner.records.renamed_keys import RENAMED
 
@@ -141,6 +142,13 @@ def check_long_options(words: Iterable[str]) -> None:
             raise ConfigError(f"{name}: options are KEY=VALUE, without dashes; {hint}")
 
 
+def of_values(row: Counterpart) -> str:
+    """Return the values that are written in another way here, as the end of a remark."""
+    pairs = {theirs: hydra_value(ours) for theirs, ours in (row.values or {}).items()}
+    listed = ", ".join(f"`{ours}` for {theirs}" for theirs, ours in pairs.items() if ours != theirs)
+    return f"{'; ' if row.remark and listed else ''}{listed}"
+
+
 def page() -> Iterator[str]:
     """Yield the lines of docs/dictionary.md."""
     yield "# Dictionary of other tools' options"
@@ -150,7 +158,7 @@ def page() -> Iterator[str]:
     for tool, options in dictionary().items():
         yield from ("", f"## {tool}", "", "| there | here | remark |", "|---|---|---|")
         for word, row in sorted(options.items()):
-            yield f"| `{word}` | `{row.here}` | {row.remark} |"
+            yield f"| `{word}` | `{row.here}` | {row.remark}{of_values(row)} |"
     yield from ("", "## Values of options of this program", "", "| given | answer |", "|---|---|")
     for key, answers in documents()[2]["values"].items():
         yield from (f"| `{key}={str(value).lower()}` | {answer} |" for value, answer in answers.items())

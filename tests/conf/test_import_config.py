@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from components.contracts.errors import MISTAKE
 from runner.cli import config_dir
 from runner.commands.import_config import main
-from runner.commands.other_tools import Translation
+from runner.commands.importing.translation import Translation
 from runner.config.command_line import hydra_value
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
@@ -590,6 +590,174 @@ def unknown(tool: str, names: set[str]) -> set[str]:
         for name in names
         if work.row(name) is None and not any(work.reason(kind, name, exact=False) for kind in kinds)
     }
+
+
+LF = "model_name_or_path: m\ndataset: a\nbf16: true\nstage: {}\n"
+AX = "base_model: x\nlearning_rate: 1e-3\n"
+ALPACA = f"{AX}datasets: [{{path: a.jsonl, type: alpaca}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "expected", "said"),
+    [
+        ("llamafactory", LF.format("pt") + "packing: true", {"data.packing": "concat"}, ""),
+        ("llamafactory", LF.format("pt") + "packing: false", {"data.packing": "none"}, ""),
+        (
+            "llamafactory",
+            LF.format("sft") + "packing: true",
+            {"data.packing": "bfd"},
+            "#   data.packing: without neat_packing, attention crosses samples there",
+        ),
+        (
+            "llamafactory",
+            LF.format("dpo") + "lora_dropout: 0.1\npref_ftx: 0.5",
+            {"adapter.dropout": 0.0, "stage.rpo_alpha": 0.5},
+            "lora_dropout: the trainer of this stage turns dropout off",
+        ),
+        (
+            "llamafactory",
+            LF.format("dpo") + "pref_loss: simpo\npref_ftx: 0.5",
+            {"stage.cpo_alpha": 0.5},
+            "",
+        ),
+        (
+            "llamafactory",
+            LF.format("kto") + "pref_ftx: 0.5",
+            {},
+            "No equivalent here:\n#   pref_ftx=0.5: stage=kto has no such term",
+        ),
+        (
+            "llamafactory",
+            LF.format("sft") + "pissa_init: true",
+            {"adapter.init_lora_weights": "pissa", "adapter.pissa_niter": 16},
+            "",
+        ),
+        (
+            "llamafactory",
+            LF.format("sft") + "pissa_init: true\npissa_iter: -1",
+            {"adapter.pissa_niter": None},
+            "",
+        ),
+        (
+            "llamafactory",
+            LF.format("sft") + "use_muon: true\nuse_unsloth: false\nuse_galore: true",
+            {"optimizer._target_": "components.optimizers.Muon"},
+            "No equivalent here:\n#   use_galore=True",
+        ),
+        ("llamafactory", LF.format("sft").replace("bf16: true\n", ""), {}, "run.dtype: LLaMA-Factory"),
+        (
+            "llamafactory",
+            LF.format("sft") + "finetuning_type: full\npure_bf16: true\nmoe_aux_loss_coef: 0.01",
+            {"model.moe.aux_loss": "switch", "model.moe.aux_loss_coef": 0.01, "run.dtype": "bf16"},
+            "run.dtype: weights and the state of the optimizer are fp32 here",
+        ),
+        (
+            "axolotl",
+            f"{AX}datasets: [{{path: a.txt, type: completion}}]\nsample_packing: true",
+            {"data.packing": "concat", "data.long_samples": "truncate"},
+            "axolotl cuts a long document",
+        ),
+        (
+            "axolotl",
+            f"{AX}max_steps: 9\npretraining_dataset: [{{path: org/c4, name: en, text_column: body}}]",
+            {
+                "data.train": "hub:org/c4",
+                "data.streaming": True,
+                "data.columns": {"text": "body"},
+                "data.subset": "en",
+            },
+            "",
+        ),
+        (
+            "axolotl",
+            f"{AX}rl: dpo\ndatasets: [{{path: a.jsonl, type: chatml.argilla}}]",
+            {
+                "data.strings": "chat",
+                "data.columns": {
+                    "prompt": "instruction",
+                    "chosen": "chosen_response",
+                    "rejected": "rejected_response",
+                },
+                "model.chat_template": "chatml",
+            },
+            "",
+        ),
+        (
+            "axolotl",
+            f"{ALPACA}optimizer: muon",
+            {"optimizer.adjust_lr": "original", "optimizer.betas": [0.9, 0.95]},
+            "",
+        ),
+        ("axolotl", f"{ALPACA}optimizer: sgd", {"optimizer.momentum": 0.0}, ""),
+        ("axolotl", f"{ALPACA}optimizer: adafactor", {}, "optimizer.lr: it is relative to the size"),
+        (
+            "axolotl",
+            f"{ALPACA}optimizer: schedule_free_adamw\nwarmup_steps: 5\ncosine_min_lr_ratio: 0.1",
+            {"scheduler._target_": "components.schedulers.Cosine", "optimizer.warmup_steps": 5},
+            "",
+        ),
+        (
+            "axolotl",
+            f"{ALPACA}lr_scheduler: warmup_stable_decay",
+            {"scheduler.decay_style": "cosine"},
+            "",
+        ),
+        (
+            "axolotl",
+            f"{ALPACA}lr_scheduler: inverse_sqrt\nwarmup_steps: 0\nwarmup_ratio: 0",
+            {},
+            "without a warmup, the rate there falls",
+        ),
+        (
+            "axolotl",
+            f"{ALPACA}lr_scheduler: cosine_with_restarts\ngradient_checkpointing: offload",
+            {
+                "parallelism.activation_checkpointing": "full",
+                "parallelism.activation_offloading": True,
+            },
+            "",
+        ),
+        (
+            "axolotl",
+            f"{ALPACA}zeta_quux: 3\ntokenizer_use_fast: true\nload_in_8bit: false",
+            {},
+            "zeta_quux=3: it is not a known option of axolotl",
+        ),
+        (
+            "axolotl",
+            f"{AX}rl: orpo\ndatasets: [{{path: a.jsonl, type: chat_template.default}}]",
+            {},
+            "the likelihood in TRL's ORPO is that of prompt and answer",
+        ),
+    ],
+)
+def test_what_means_something_else_there(
+    imported: Run, tool: str, text: str, expected: dict[str, object], said: str
+) -> None:
+    answer = imported(tool, text)
+    check(answer, expected)
+    assert said in answer.out
+
+
+def test_reward_models_and_dropout_of_trl(imported: Run) -> None:
+    """TRL leaves out pairs that are too long, and turns the dropout of adapters off for pairs."""
+    text = "model_name_or_path: m\ndataset_name: a.jsonl\nuse_peft: true\n"
+    check(imported("trl", text, "stage=rm"), {"data.long_samples": "drop", "adapter.dropout": 0.0})
+    check(imported("trl", f"{text}disable_dropout: false\n", "stage=dpo"), {"adapter.dropout": 0.05})
+    check(imported("trl", text, "stage=sft"), {"adapter.dropout": 0.05})
+    chunked = imported("trl", f"{text}loss_type: chunked_nll\nseed: 3\ndata_seed: 4\n", "stage=sft")
+    assert "#   loss_type: it is the loss of stage=sft" in chunked.out
+    assert "#   seed=3: run.seed, which data_seed sets" in chunked.out
+    check(chunked, {"run.seed": 4})
+
+
+def test_ranks_of_launchers(imported: Run, tmp_path: Path) -> None:
+    (tmp_path / "zero3.yaml").write_text("num_processes: 8\nzero_stage: 3\n")
+    line = "sft.py --model_name_or_path m --dataset_name a.jsonl --per_device_train_batch_size 1"
+    for launcher in ("accelerate launch --config_file zero3.yaml", "deepspeed --num_gpus 8"):
+        answer = imported("trl", f"{launcher} {line}", suffix=".sh")
+        check(answer, {"run.global_batch_size": 8})
+        assert "ranks: it is not given" not in answer.out
 
 
 @pytest.mark.parametrize("tool", ["llamafactory", "trl"])

@@ -1,0 +1,1 @@
+"""Configurations of other tools as commands: see ``runner.commands.import_config``."""

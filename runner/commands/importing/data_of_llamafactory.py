@@ -1,0 +1,37 @@
+"""Data and templates of LLaMA-Factory."""
+
+from runner.commands.importing.shared_data import held_out_share, write_alpaca
+from runner.commands.importing.translation import Translation, as_list
+
+
+def dataset_info(work: Translation) -> None:
+    """Translate LLaMA-Factory's options of data."""
+    names, evaluated = work.take("dataset"), work.take("eval_dataset")
+    work.words |= {"data": "llamafactory", "data.dataset_info": work.take("dataset_dir")}
+    limit = work.given.get("max_samples")
+    if limit and (evaluated or work.given.get("val_size")):  # there it also limits the data of evaluations
+        work.words["data.max_eval_samples"] = limit
+    for key, given in (("data.dataset", names), ("data.eval_dataset", evaluated)):
+        every = [name.strip() for text in as_list(given) for name in str(text).split(",")]
+        if every:
+            work.words[key] = every[0] if len(every) == 1 else every
+    neat, packing = work.take("neat_packing"), work.take("packing")
+    if work.words["stage"] == "pt":
+        work.words["data.packing"] = "none" if work.given.get("packing") is False else "concat"
+    else:
+        work.words["data.packing"] = "bfd" if neat or packing else "none"
+        if packing and not neat:
+            work.checks["data.packing"] = "without neat_packing, attention crosses samples there; never here"
+    held_out_share(work, "val_size")
+
+
+def choose_template(work: Translation) -> None:
+    """Translate ``template``, of which the tokenizer's own chat template is the usual equivalent."""
+    name = work.given.get("template")
+    if name == "alpaca":
+        work.take("template")
+        write_alpaca(work, "LLaMA-Factory puts an empty line after an answer, and this template one newline")
+    elif name in ("llama3", "chatml"):
+        work.checks["model.chat_template"] = "leave it out if the tokenizer has this template itself"
+    elif name is not None:
+        work.skip("template", "the template of the tokenizer is used; compare it, see docs/data.md")

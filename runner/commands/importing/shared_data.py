@@ -1,0 +1,43 @@
+"""Places of data, held-out shares and the prompts of Alpaca, for several tools."""
+
+from pathlib import Path
+
+from components.contracts.json_types import Config
+from runner.commands.importing.translation import Translation, as_list
+
+FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+ALPACA_SYSTEM = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the "
+    "request."
+)
+"""The first paragraph of a prompt of Stanford Alpaca without an input."""
+
+
+def place(name: object) -> str:
+    """Return ``name`` unchanged if it is a path, or as ``hub:NAME`` if it is a data set of the hub."""
+    text = str(name)
+    is_path = text.startswith((".", "/", "~")) or Path(text).suffix in FILES or Path(text).exists()
+    return text if is_path else f"hub:{text}"
+
+
+def files_of(item: Config) -> list[str]:
+    """Return the sources of an entry of ``datasets``: its files, or a data set of the hub."""
+    if item.get("data_files"):
+        return [str(path) for path in as_list(item["data_files"])]
+    return [str(item["path"]) if "ds_type" in item else place(item["path"])]
+
+
+def held_out_share(work: Translation, name: str) -> None:
+    share = work.number(name) or 0.0
+    if share >= 1:
+        work.lacks(name, "use data.eval_fraction, a share below 1")
+    elif share:
+        work.words["data.eval_fraction"] = share
+
+
+def write_alpaca(work: Translation, difference: str) -> None:
+    """Choose the prompts of Stanford Alpaca, which have one template and one system text."""
+    work.words["model.chat_template"] = "plain"
+    if work.words["stage"] != "pt":
+        work.words.setdefault("data.default_system", ALPACA_SYSTEM)
+    work.checks["model.chat_template"] = difference

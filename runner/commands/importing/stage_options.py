@@ -1,0 +1,142 @@
+"""The options that decide the stage and its loss, the model, its dtype and its adapter."""
+
+from pathlib import Path
+
+from components.contracts.errors import ConfigError
+from runner.cli import config_dir
+from runner.commands.importing.options import translate_option
+from runner.commands.importing.translation import Translation, as_list, as_number
+
+ADAPTERS = ("none", "lora", "qlora", "dora")
+"""Options of the group ``adapter``, in ascending order of precedence if several are chosen."""
+
+
+def choose_stage(work: Translation, stage: str | None, file: str) -> None:
+    """Set ``stage`` and, if the tool's stage is a loss of another stage here, ``stage.loss``.
+
+    Raises:
+        ConfigError: if the stage is missing, or does not exist here.
+    """
+    theirs = work.take("stage", "rl")
+    if work.tool == "axolotl" and work.take("reward_model"):
+        theirs = "rm"
+    loss = work.left.get("pref_loss") or work.left.get("loss_type")
+    loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+    if theirs == "dpo" and loss in ("orpo", "simpo"):
+        theirs = work.take("pref_loss")
+    if work.tool == "axolotl" and theirs is None:
+        sources = [item for item in as_list(work.left.get("datasets")) if isinstance(item, dict)]
+        streamed = "pretraining_dataset" in work.given
+        documents = sources and all(item.get("type") == "completion" for item in sources)
+        theirs = "pt" if streamed or documents else "sft"
+    if theirs == "ipo":
+        theirs, work.words["stage.loss"] = "dpo", "ipo"
+    chosen = stage or theirs
+    if chosen is None:
+        raise ConfigError(f"stage: {file} does not say it; give stage=sft, rm, dpo, kto, orpo or cpo.")
+    if not Path(config_dir(), "stage", f"{chosen}.yaml").is_file():
+        raise ConfigError(f"stage: {chosen} of {file} does not exist here; give another one, as stage=sft.")
+    work.words["stage"] = chosen
+
+
+def choose_loss(work: Translation) -> None:
+    """Translate the options of the loss whose meaning depends on the stage, or on one another."""
+    stage = work.words["stage"]
+    every, mixup = work.take("ref_model_sync_steps"), work.take("ref_model_mixup_alpha")
+    if work.take("sync_ref_model"):
+        work.words |= {"stage.sync_reference_every": every or 512, "stage.sync_reference_mixup": mixup or 0.6}
+    else:
+        idle = {*work.given} & {"ref_model_sync_steps", "ref_model_mixup_alpha"}
+        work.needless |= dict.fromkeys(idle, "sync_ref_model is off")
+    if work.tool == "trl" and stage == "sft" and (kind := work.take("loss_type")) is not None:
+        if kind in ("nll", "chunked_nll"):
+            work.needless["loss_type"] = "it is the loss of stage=sft"
+        else:
+            work.lacks("loss_type", "stage=sft has the negative log-likelihood only")
+    if work.tool == "trl" and stage == "sft":
+        choose_targets(work)
+    if stage not in ("pt", "sft"):
+        work.skip("label_smoothing_factor", "the loss of this stage does not read it there")
+    share = work.take("pref_ftx")
+    if share and stage in ("dpo", "cpo", "simpo"):
+        work.words["stage.rpo_alpha" if stage == "dpo" else "stage.cpo_alpha"] = share
+    elif share:
+        work.lacks("pref_ftx", f"stage={stage} has no such term")
+    if stage == "orpo" and work.tool != "llamafactory":
+        work.checks["stage"] = "the likelihood in TRL's ORPO is that of prompt and answer, here of the answer"
+    for name in {"router_aux_loss_coef", "moe_aux_loss_coef"} & {*work.given}:
+        work.words["model.moe.aux_loss"] = "switch"
+        work.checks["model.moe.aux_loss_coef"] = (
+            f"{name} has the effect of its value times (experts of a token / layers) here"
+        )
+
+
+def choose_targets(work: Translation) -> None:
+    """Translate the two options that decide whether TRL's sft trains on prompts."""
+    names = ("assistant_only_loss", "completion_only_loss")
+    given = {name: value for name in names if (value := work.take(name)) is not None}
+    if True in given.values():
+        work.needless |= dict.fromkeys(given, "only the answers are trained by default")
+    elif given.get("completion_only_loss") is False:
+        work.words["data.train_on_prompt"] = True
+    else:
+        work.checks["data.train_on_prompt"] = (
+            "TRL trains on every token of conversations (messages); give data.train_on_prompt=true for that"
+        )
+
+
+def choose_model(work: Translation) -> None:
+    name = "base_model" if work.tool == "axolotl" else "model_name_or_path"
+    if (path := work.take(name)) is None:
+        raise ConfigError(f"{name}: the configuration names no model; add it.")
+    work.words |= {"model": "hf", "model.path": path}
+    if work.tool == "llamafactory" and not {"bf16", "fp16", "pure_bf16", "fp8"} & {*work.given}:
+        work.checks["run.dtype"] = "LLaMA-Factory computes in the dtype of the folder; often run.dtype=bf16"
+    elif any(work.left.get(name) for name in ("pure_bf16", "bfloat16", "float16")):
+        work.checks["run.dtype"] = (
+            "weights and the state of the optimizer are fp32 here, and take more memory"
+        )
+    if work.left.get("gradient_checkpointing") in ("offload", "offload_disk"):
+        work.words["parallelism.activation_offloading"] = True
+
+
+def choose_adapter(work: Translation) -> None:
+    """Set ``adapter``, and drop the tool's default LoRA options unless a new adapter is trained.
+
+    A run without an adapter, or one that continues a saved adapter, does not read them. Options that the file
+    itself gives are kept. In LLaMA-Factory ``lora_alpha`` is by default twice the rank.
+    """
+    chosen = []
+    for name in list(work.left):
+        row = work.row(name)
+        if row is not None and row.here.partition("=")[0] == "adapter":
+            translate_option(work, name)
+            chosen.append(str(work.words.pop("adapter", "none")))
+    frozen = {"lora", "qlora"} & {*chosen}
+    adapter = max(chosen, key=ADAPTERS.index) if frozen else "none"
+    if {"qlora", "dora"} <= {*chosen}:
+        work.missing["4 bits"] = "adapter=dora has no quantised weights; use adapter=qlora without dora"
+    kept = adapter != "none" and not {"adapter_name_or_path", "lora_model_dir"} & {*work.given}
+    if adapter != "none":
+        work.words["adapter"] = adapter
+        choose_dropout(work)
+    iterations = work.take("pissa_iter")
+    if work.left.get("pissa_init") and iterations != -1:
+        work.words["adapter.pissa_niter"] = iterations or 16
+    if not kept:
+        work.left = {
+            name: value for name, value in work.left.items() if "lora" not in name or name in work.given
+        }
+    elif work.tool == "llamafactory" and "lora_alpha" not in work.given:
+        work.left["lora_alpha"] = 2 * int(as_number("lora_rank", work.left["lora_rank"]))
+    elif work.tool == "trl" and "lora_target_modules" not in work.given:
+        work.checks["adapter.target_modules"] = (
+            "peft's default for Llama and Qwen; other models have other ones"
+        )
+
+
+def choose_dropout(work: Translation) -> None:
+    """Drop ``lora_dropout`` where the other tool's trainer turns all dropout off, that of adapters too."""
+    without = ("dpo", "kto", "orpo", "cpo", "simpo", *(["rm"] if work.tool == "trl" else []))
+    if work.words["stage"] in without and work.given.get("disable_dropout") is not False:
+        work.skip("lora_dropout", "the trainer of this stage turns dropout off")
