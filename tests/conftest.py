@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Torch reads this when it is imported. Nothing here imports it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch.compile would start a process that imports torch, in each process that compiles.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Without stored bytecode, every process that a test starts would compile the whole program.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

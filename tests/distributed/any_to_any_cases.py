@@ -67,23 +67,20 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "tp2ep2etp2": ("parallelism=tp2ep2etp2",),
 }
 UNLUCKY = ("stage=sft", "stage._target_=tests.distributed.any_to_any_cases.Unlucky", "optimizer.lr=1e-3")
-LORA = (*UNLUCKY, "adapter=lora")
 PISSA = "adapter.init_lora_weights=pissa"
 WORK: dict[str, tuple[str, ...]] = {
     "full": UNLUCKY,
-    "lora": LORA,
-    "pissa": (*LORA, "adapter.r=4", PISSA),
-    "lora dropout": (*LORA, "adapter.dropout=0.2"),
+    "lora dropout": (*UNLUCKY, "adapter=lora", "adapter.dropout=0.2"),
+    "pissa": (*UNLUCKY, "adapter=lora", "adapter.r=4", PISSA),
     "attention dropout": (*UNLUCKY, "+model.architecture.attention_dropout=0.2"),
-    "qlora": (*LORA, "adapter.quantize=nf4"),
+    "qlora": (*UNLUCKY, "adapter=lora", "adapter.quantize=nf4"),
     "dpo": ("stage=dpo", "optimizer.lr=1e-5"),
     "rm": ("stage=rm", "optimizer.lr=1e-5"),
     "lora rm": ("stage=rm", "adapter=lora", "optimizer.lr=1e-5"),
-    "tr-dpo": (
-        *("stage=dpo", "optimizer.lr=1e-5", "stage.sync_reference_every=2"),
+    "tr-dpo wpo": (
+        *("stage=dpo", "optimizer.lr=1e-5", "stage.sync_reference_every=2", "stage.wpo=true"),
         *("stage.loss=[sigmoid,bco_pair]", "stage.loss_weights=[0.8,0.2]"),
     ),
-    "wpo": ("stage=dpo", "optimizer.lr=1e-5", "stage.wpo=true"),
     "neftune": (*UNLUCKY, "model.neftune_alpha=5.0"),
     "fp16": (*UNLUCKY, "run.dtype=fp16", "run.loss_scale.growth_interval=2"),
     "fp8": (*UNLUCKY, "run.dtype=fp8", "parallelism.fp8_recipe=rowwise_with_gw_hp"),
@@ -91,7 +88,7 @@ WORK: dict[str, tuple[str, ...]] = {
     "deepseek": UNLUCKY,
     "muon": UNLUCKY,
 }
-OF_PAIRS = ("dpo", "tr-dpo", "wpo", "rm", "lora rm")
+OF_PAIRS = ("dpo", "tr-dpo wpo", "rm", "lora rm")
 """Work on pairs, of which no step is skipped."""
 MODELS = {"experts": QWEN3_MOE, "deepseek": DEEPSEEK, "muon": MUON.experiment}
 """Options of each work item that does not use the default model and optimizer."""
@@ -143,17 +140,17 @@ class Matrix:
         self.unlucky = self.first_tokens(step=1)
 
     def whole(self, work: str, layout: str) -> Run:
-        """Return a run of all steps with a checkpoint after half of them.
+        """Return a run of all steps with a checkpoint after each of them.
 
         The second step is skipped, except of work on pairs.
         """
         if (work, layout) not in self.wholes:
-            self.wholes[work, layout] = self.run(work, layout, f"checkpoint.save_every={HALF}")
+            self.wholes[work, layout] = self.run(work, layout)
         return self.wholes[work, layout]
 
-    def resumed(self, work: str, layout: str, point: Path, *more: str) -> Run:
+    def resumed(self, work: str, layout: str, point: Path) -> Run:
         """Return a run that resumes from ``point`` and ends with the last step."""
-        return self.run(work, layout, f"checkpoint.resume={point}", *more)
+        return self.run(work, layout, f"checkpoint.resume={point}")
 
     def run(self, work: str, layout: str, *more: str) -> Run:
         launch = self.launch(work, layout, *more)
@@ -176,6 +173,7 @@ class Matrix:
             "run.global_batch_size=8",
             "run.micro_batch_size=2",
             f"run.max_steps={STEPS}",
+            "checkpoint.save_every=1",
             "checkpoint.model_only=false",
             "checkpoint.keep_last=0",
             "scheduler=cosine",

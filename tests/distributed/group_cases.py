@@ -1,5 +1,6 @@
 """Rank function of test_mesh_groups.py: the process groups that an engine creates."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -51,3 +52,8 @@ def megatron_groups(on: Any) -> dict[str, list[int]]:
         found["etp"] = parallel_state.get_expert_tensor_parallel_group()
         found["dp of experts"] = parallel_state.get_expert_data_parallel_group()
     return {name: dist.get_process_group_ranks(group) for name, group in found.items()}
+
+
+def groups_of_all(layouts: Sequence[FSDP2 | Megatron]) -> list[Any]:
+    """Return ``engine_groups`` of one layout after another."""
+    return [engine_groups(on) for on in layouts]

@@ -7,7 +7,7 @@ from components.engines.megatron import Megatron
 from components.preflight.engine_layouts import mesh_info
 from components.preflight.search.rank_groups import groups
 from tests.distributed.cases import fsdp2, megatron
-from tests.distributed.group_cases import engine_groups
+from tests.distributed.group_cases import groups_of_all
 from tests.ranks import Ranks
 
 LAYOUTS = [
@@ -30,11 +30,12 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("on", LAYOUTS, ids=str)
-def test_groups_are_those_of_four_ranks(on: FSDP2 | Megatron, megatron_ranks: Ranks) -> None:
-    found = megatron_ranks.run(engine_groups, on)
-    told = groups(on, 4)
-    for rank, (own, mesh) in enumerate(found):
-        assert mesh == mesh_info(on, 4)
-        assert own == {name: next(g for g in each if rank in g) for name, each in told.items()}
-    assert told, "four ranks, and no group"
+@pytest.mark.parametrize("engine", [FSDP2, Megatron])
+def test_groups_are_those_of_four_ranks(engine: type[FSDP2 | Megatron], megatron_ranks: Ranks) -> None:
+    layouts = [on for on in LAYOUTS if isinstance(on, engine)]
+    for rank, found in enumerate(megatron_ranks.run(groups_of_all, layouts)):
+        for on, (own, mesh) in zip(layouts, found, strict=True):
+            told = groups(on, 4)
+            assert told, on
+            assert mesh == mesh_info(on, 4), on
+            assert own == {name: next(g for g in each if rank in g) for name, each in told.items()}, on

@@ -44,9 +44,11 @@ SMALL = (
     "run.max_steps=4",
     "run.log_every=1",
     "run.device=cpu",
-    "run.final_sample_tokens=4",
+    "run.export=false",
 )
-"""Options of a small version of the default experiment."""
+"""Options of a small version of the default experiment, without an export."""
+EXPORTING = (*SMALL, "run.export=true", "run.final_sample_tokens=4")
+"""``SMALL`` with an export and a short completion."""
 
 # ---- in this process
 

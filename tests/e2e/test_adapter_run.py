@@ -15,9 +15,9 @@ from components.models.generate import load_model
 from components.models.pretrained import content_hash
 from runner.commands.evaluate import evaluation
 from runner.commands.export import export
-from tests.e2e.commands import SMALL, call_here, curve, run_here
+from tests.e2e.commands import EXPORTING, SMALL, call_here, curve, run_here
 
-LORA = (*SMALL, "adapter=lora", "adapter.r=4", "optimizer.lr=1e-2")
+LORA = (*EXPORTING, "adapter=lora", "adapter.r=4", "optimizer.lr=1e-2")
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_pissa_resumes_and_is_exported_as_an_ordinary_adapter(tmp_path: Path) ->
     )
 
 
-QLORA = (*SMALL, "adapter=qlora", "adapter.r=4", "optimizer.lr=1e-2", "stage=dpo")
+QLORA = (*EXPORTING, "adapter=qlora", "adapter.r=4", "optimizer.lr=1e-2", "stage=dpo")
 
 
 def test_a_base_in_4_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

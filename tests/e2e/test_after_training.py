@@ -26,7 +26,7 @@ from runner.commands.chat import chat
 from runner.commands.evaluate import evaluation
 from runner.commands.generate import write_completions
 from runner.commands.trained_model import read_checkpoint, record_options
-from tests.e2e.commands import SMALL, call_here, newest, rows, run_here, write_chats
+from tests.e2e.commands import EXPORTING, SMALL, call_here, newest, rows, run_here, write_chats
 
 GUIDE = Path(__file__).parents[2] / "docs" / "after_training.md"
 COMMANDS = [line for line in GUIDE.read_text().splitlines() if line.startswith("python -m runner.")]
@@ -52,7 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, chats: Path, *more: str) -
 def trained_on(folder: Path, chats: Path, *more: str) -> Path:
     data = ("data=files", f"data.train={chats}", "data.eval_fraction=0.2")
     varied = "model.architecture.initializer_range=0.3"  # so that different prompts get different answers
-    return run_here(folder, *SMALL, *data, varied, "run.final_sample_tokens=0", *more)
+    return run_here(folder, *EXPORTING, *data, varied, "run.final_sample_tokens=0", *more)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_an_evaluation_that_a_signal_stops_has_no_result(
 
 def test_a_run_on_the_demo_data_is_evaluated_on_a_file(tmp_path: Path, chats: Path) -> None:
     """The two commands of the README, one after the other."""
-    run = run_here(tmp_path / "run", *SMALL, "run.max_steps=1", "run.export=false")
+    run = run_here(tmp_path / "run", *SMALL, "run.max_steps=1")
     assert evaluated(tmp_path / "a", f"checkpoint={run}", f"data.eval={chats}")["eval/loss"] > 0
     assert f"data.train={chats}" in (newest(tmp_path / "a") / "run.json").read_text()
 
@@ -171,7 +171,7 @@ def test_a_run_on_the_demo_data_is_evaluated_on_a_file(tmp_path: Path, chats: Pa
 def test_another_stage(tmp_path: Path, chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run with a reference model, and options that only its own stage has, are no obstacle."""
     of_pairs = ("stage=dpo", "stage.beta=0.2", "run.max_steps=1")
-    run = run_here(tmp_path / "run", *SMALL, *of_pairs)
+    run = run_here(tmp_path / "run", *EXPORTING, *of_pairs)
     data = (f"data.eval={chats}", "data.max_length=128", "stage=sft")
     found = evaluated(tmp_path / "a", f"checkpoint={run}", *data)
     assert "eval/rewards/accuracies" not in found

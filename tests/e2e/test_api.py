@@ -13,7 +13,7 @@ from components.contracts.errors import ConfigError, TrainingError
 from components.engines.fsdp2 import FSDP2
 from runner import api
 from tests.distributed.reinforce_cases import EXAMPLE, reinforced
-from tests.e2e.commands import FORKING, ROOT, SMALL, curve, little_data, run_here
+from tests.e2e.commands import EXPORTING, FORKING, ROOT, SMALL, curve, little_data, run_here
 from tests.ranks import Ranks
 
 
@@ -25,7 +25,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_run_is_that_of_the_command(tmp_path: Path) -> None:
-    words = (*SMALL, "stage=pt", "run.eval_every=2", "checkpoint.save_every=2")
+    words = (*EXPORTING, "stage=pt", "run.eval_every=2", "checkpoint.save_every=2")
     expected, argv = run_here(tmp_path / "command", *words), list(sys.argv)
     result = api.train([*words, f"run.output_dir={tmp_path}/api"])
     assert curve(result.folder) == curve(expected)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import SMALL, call_here, curve, newest, rows, run_here
+from tests.e2e.commands import EXPORTING, SMALL, call_here, curve, newest, rows, run_here
 
-SIX = (*SMALL, "run.max_steps=6", "run.export=false", "checkpoint.keep_last=0")
+SIX = (*SMALL, "run.max_steps=6", "checkpoint.keep_last=0")
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,10 @@ def test_a_logged_loss_is_the_mean_since_the_last_row(tmp_path: Path, every_step
 def test_a_part_of_an_epoch(tmp_path: Path, every_step: Path) -> None:
     first = rows(every_step, "train/epoch")[0]["train/epoch"]
     length = ("run.max_steps=null", f"run.epochs={2.5 * first}")
-    run = run_here(tmp_path, *SMALL, *length, "run.export=false", "checkpoint.save_every=2")
+    run = run_here(tmp_path, *SMALL, *length, "checkpoint.save_every=2")
     assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3]
     again = (f"run.output_dir={tmp_path}/again", f"checkpoint.resume={run}/checkpoints/step_00000002")
-    assert call_here(*SMALL, *length, "run.export=false", *again) == 0
+    assert call_here(*SMALL, *length, *again) == 0
     assert curve(newest(tmp_path / "again")) == [row for row in curve(run) if row["step"] == 3]
 
 
@@ -95,7 +95,9 @@ def test_debug_overfit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_debug_limit(tmp_path: Path) -> None:
     """Every part of a run takes its turn, in 20 steps."""
-    run = run_here(tmp_path, *(word for word in SMALL if not word.startswith("run.max_steps")), "debug=limit")
+    run = run_here(
+        tmp_path, *(word for word in EXPORTING if not word.startswith("run.max_steps")), "debug=limit"
+    )
     assert [row["step"] for row in rows(run, "train/loss")] == list(range(1, 21))
     assert len(rows(run, "eval/loss")) > 1
     assert list((run / "checkpoints").glob("*/meta.json"))

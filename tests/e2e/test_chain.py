@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from components.contracts.errors import ConfigError
 from runner.commands.export import export
-from tests.e2e.commands import SMALL, call_here, curve, rows, run_here
+from tests.e2e.commands import EXPORTING, SMALL, call_here, curve, rows, run_here
 
 FILES = {"sft": "2_sft", "dpo": "3_dpo"}
 
@@ -21,9 +21,11 @@ FILES = {"sft": "2_sft", "dpo": "3_dpo"}
 def chain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Run the three experiments of conf/experiment/pretrain_sft_dpo; the first one saves only its weights."""
     folder = tmp_path_factory.mktemp("chain")
-    runs = {"pt": run_here(folder, "experiment=pretrain_sft_dpo/1_pt", *SMALL, "checkpoint.model_only=true")}
-    runs["sft"] = run_here(folder, "experiment=pretrain_sft_dpo/2_sft", *SMALL)
-    runs["dpo"] = run_here(folder, "experiment=pretrain_sft_dpo/3_dpo", *SMALL, "checkpoint.save_every=2")
+    runs = {
+        "pt": run_here(folder, "experiment=pretrain_sft_dpo/1_pt", *EXPORTING, "checkpoint.model_only=true")
+    }
+    runs["sft"] = run_here(folder, "experiment=pretrain_sft_dpo/2_sft", *EXPORTING)
+    runs["dpo"] = run_here(folder, "experiment=pretrain_sft_dpo/3_dpo", *EXPORTING, "checkpoint.save_every=2")
     return runs
 
 
@@ -140,7 +142,7 @@ def test_an_export_of_an_earlier_step_in_another_dtype(chain: dict[str, Path], t
 
 def test_a_part_of_a_model_is_completed_with_what_was_frozen(chain: dict[str, Path], tmp_path: Path) -> None:
     frozen = ("model.freeze=[model.embed_tokens.*]", f"checkpoint.init_from={chain['pt']}", "run.max_steps=2")
-    run = run_here(tmp_path, *SMALL, *frozen)
+    run = run_here(tmp_path, *EXPORTING, *frozen)
     export([f"checkpoint={run}", f"output={tmp_path / 'out'}"])
     assert_same_files(tmp_path / "out", run / "export")
     assert len(rows(run, "train/loss")) == 2
@@ -171,7 +173,7 @@ def test_routers_biases_go_along(tmp_path: Path) -> None:
     """Router biases, which have no gradients, are saved, and exported in fp32; dpo drops the MTP layers."""
     deepseek = (
         "model=deepseek_tiny",
-        *(option for option in SMALL if "head" not in option),
+        *(option for option in EXPORTING if "head" not in option),
         "run.dtype=bf16",
         "model.moe.bias_update_rate=0.001",
     )

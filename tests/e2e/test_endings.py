@@ -13,9 +13,9 @@ import pytest
 from components.checkpoint import CheckpointManager, manager
 from components.models.export import hf_folder
 from runner.launch.run_lock import locked
-from tests.e2e.commands import SMALL, Command, call_here, newest, run_here
+from tests.e2e.commands import EXPORTING, Command, call_here, newest, run_here
 
-TWO = (*SMALL, "run.max_steps=2", "run.final_sample_tokens=0")
+TWO = (*EXPORTING, "run.max_steps=2", "run.final_sample_tokens=0")
 ALL_SKIPPED = ("stage._target_=tests.e2e.losses.Scaled", "run.max_consecutive_skips=9")
 
 

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.any_to_any_cases import read
-from tests.e2e.commands import SMALL, rows, run_here
+from tests.e2e.commands import EXPORTING, rows, run_here
 
-FEW_ROWS = ("run.global_batch_size=4", "run.export=false")
+FEW_ROWS = ("run.global_batch_size=4", "run.micro_batch_size=4", "run.export=false")
 
 
 def test_files_are_those_of_bf16(tmp_path: Path) -> None:
-    run = run_here(tmp_path, *SMALL, "run.dtype=fp8", "parallelism=single")
+    run = run_here(tmp_path, *EXPORTING, "run.dtype=fp8", "parallelism=single")
     checkpoint = read(run / "checkpoints" / "step_00000004")
     weights = load_file(run / "export" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}

@@ -31,7 +31,7 @@ def scales(run: Path) -> list[tuple[float, int]]:
 def test_a_run_adapts_its_scale_and_resumes(tmp_path: Path, layout: str, other: str) -> None:
     """Overflows end no run (at most two bad steps in a row are allowed), and a resumed run is the same."""
     given = (*HALF, "run.max_consecutive_skips=2", f"checkpoint.save_every={SAVED}", "checkpoint.keep_last=0")
-    run = run_here(tmp_path / "whole", *given, f"parallelism={layout}")
+    run = run_here(tmp_path / "whole", *given, "run.export=true", f"parallelism={layout}")
     whole = scales(run)
     assert whole[0] == (1e8, 1)
     skipped = whole[-1][1]

@@ -22,7 +22,7 @@ from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from tests.e2e.commands import ROOT, SMALL, call_here, curve, rows, run_here
 
-RUN = (*SMALL, "run.micro_batch_size=1", "run.export=false", "scheduler=constant", "optimizer.lr=1e-2")
+RUN = (*SMALL, "run.micro_batch_size=1", "scheduler=constant", "optimizer.lr=1e-2")
 EVERY = ("checkpoint.save_every=1", "checkpoint.keep_last=0")
 DOCS = (ROOT / "docs" / "hooks.md").read_text()
 

@@ -36,7 +36,7 @@ NOT_TEXT = {
 """The field for which each other one is refused."""
 ALONE = {"v1_sft_demo": "sft", "v1_dpo_demo": "dpo", "reason_tool_use_demo_50": "sft"}
 """The stage of each file of text that dataset_info.json does not describe."""
-RUN = (*SMALL, "data.max_length=512", "run.max_steps=2", "run.export=false")
+RUN = (*SMALL, "data.max_length=512", "run.max_steps=2")
 
 pytestmark = pytest.mark.skipif(
     not (DATA / "dataset_info.json").is_file(), reason="LLAMAFACTORY_DATA is not the folder of its data files"

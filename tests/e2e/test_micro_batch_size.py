@@ -8,7 +8,7 @@ import pytest
 from runner.records.run_dir import read_run_config
 from tests.e2e.commands import SMALL, curve, rows, run_here
 
-SAVED = (*SMALL, "run.export=false", "checkpoint.save_every=2")
+SAVED = (*SMALL, "checkpoint.save_every=2")
 
 
 def losses(rows: list[dict[str, Any]]) -> list[float]:

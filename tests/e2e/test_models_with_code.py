@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from components.data.tokenizer import PATH
-from tests.e2e.commands import SMALL, call_here, run_here
+from tests.e2e.commands import EXPORTING, call_here, run_here
 
 CODE = {
     "configuration_own.py": """from transformers import Qwen3Config
@@ -25,7 +25,7 @@ AUTO_MAP = {
     "AutoConfig": "configuration_own.OwnConfig",
     "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
 }
-TRAINING = tuple(option for option in SMALL if not option.startswith("model."))
+TRAINING = tuple(option for option in EXPORTING if not option.startswith("model."))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def forecast(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_the_forecast_is_what_happens(adapter: str, tmp_path: Path) -> None:
-    run = run_here(tmp_path, *SMALL, f"adapter={adapter}", "run.export=false")
+    run = run_here(tmp_path, *SMALL, f"adapter={adapter}")
     told, facts = json.loads((run / "preflight.json").read_text()), json.loads((run / "run.json").read_text())
     assert told["parameters"]["total"] == facts["parameters"]
     assert told["parameters"]["trainable"] == facts["trained_parameters"]
@@ -152,7 +152,7 @@ def test_a_layout_of_ones_own_has_no_forecast(
     mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = ["~parallelism", "+parallelism._target_=tests.e2e.own_layout.OneRank", f"preflight.mode={mode}"]
-    code = call_here(*SMALL, *own, "run.export=false", f"run.output_dir={tmp_path}")
+    code = call_here(*SMALL, *own, f"run.output_dir={tmp_path}")
     shown = capsys.readouterr()
     if mode == "check":
         assert code == 0

@@ -15,7 +15,7 @@ from hydra.core.plugins import Plugins
 from benchmarks.report import make_sweep
 from hydra_plugins.runner_sweeps import local
 from runner.sweeps.local_jobs import LocalJob
-from tests.e2e.commands import SMALL, call_here, command, newest, rows, run_command, run_forked
+from tests.e2e.commands import EXPORTING, SMALL, call_here, command, newest, rows, run_command, run_forked
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_the_default_run(tmp_path: Path) -> None:
 
 def test_what_the_default_run_says(tmp_path: Path) -> None:
     """The output is complete, also with a few steps of a small model."""
-    answer = run_forked(*SMALL, cwd=tmp_path)
+    answer = run_forked(*EXPORTING, cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     for words in SAID:
         assert words in answer.stdout

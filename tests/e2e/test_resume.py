@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.commands import SMALL, call_here, curve, run_here
 
-TEN = (*SMALL, "run.max_steps=10", "run.export=false", "scheduler=cosine", "scheduler.warmup_steps=2")
+TEN = (*SMALL, "run.max_steps=10", "scheduler=cosine", "scheduler.warmup_steps=2")
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,9 @@ from components.contracts.errors import ConfigError
 from runner.commands.evaluate import evaluation
 from runner.commands.export import export
 from runner.commands.trained_model import open_model
-from tests.e2e.commands import SMALL, call_here, rows, run_here
-from tests.rehearsal.rehearsed import rehearsed
+from tests.e2e.commands import EXPORTING, rows, run_here
 
-RM = (*SMALL, "stage=rm", "run.final_sample_tokens=0", "optimizer.lr=1e-3", "checkpoint.save_every=2")
+RM = (*EXPORTING, "stage=rm", "run.final_sample_tokens=0", "optimizer.lr=1e-3", "checkpoint.save_every=2")
 REWARDS = ("loss", "accuracy", "margin", "mean_reward", "rewards/chosen", "rewards/rejected")
 
 
@@ -126,10 +125,3 @@ def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path: Path, run: Path
     model = AutoModelForSequenceClassification.from_pretrained(again / "export")
     assert model.config.pad_token_id == tokenizer.eos_token_id
     scores(model)
-
-
-@pytest.mark.parametrize("layout", ["fsdp2_tp2", "tp2pp2"])
-def test_forecasts_and_rehearsals(tmp_path: Path, layout: str) -> None:
-    words = (*(word for word in RM if word != "run.device=cpu"), f"parallelism={layout}")
-    assert call_here(f"run.output_dir={tmp_path / 'only'}", *words, "preflight.mode=only") == 0
-    rehearsed(tmp_path / "rehearsed", *words, "preflight.device_name=H100")

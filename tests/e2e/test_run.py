@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.commands import (
+    EXPORTING,
     SMALL,
     call_here,
     command,
@@ -45,7 +46,9 @@ TRAIN_KEYS = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with mock.patch("runner.training.rank.peak_flops", return_value=PEAK_FLOPS):
-        return run_here(tmp_path_factory.mktemp("run"), *SMALL, "run.eval_every=2", "checkpoint.save_every=2")
+        return run_here(
+            tmp_path_factory.mktemp("run"), *EXPORTING, "run.eval_every=2", "checkpoint.save_every=2"
+        )
 
 
 def test_the_folder(run: Path) -> None:
@@ -180,7 +183,7 @@ def test_epochs(tmp_path: Path) -> None:
 
 
 def test_max_steps_wins_over_epochs_and_zeros_are_reported_where_asked(tmp_path: Path) -> None:
-    run = run_here(tmp_path, *SMALL, "run.epochs=1", "run.log_num_zeros=true", "run.export=false")
+    run = run_here(tmp_path, *SMALL, "run.epochs=1", "run.log_num_zeros=true")
     assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3, 4]
     assert all(row["train/num_zeros_in_grad"] >= 0 for row in rows(run, "train/loss"))
 

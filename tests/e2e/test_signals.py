@@ -13,7 +13,7 @@ from components.checkpoint.manager import CheckpointManager
 from components.data.store.token_store import StoreWriter
 from tests.e2e.commands import SMALL, call_here, curve, newest, rows, run_here
 
-SIX = (*SMALL, "run.max_steps=6", "run.global_batch_size=2", "run.export=false")
+SIX = (*SMALL, "run.max_steps=6", "run.global_batch_size=2")
 SIGNALLED = "stage._target_=tests.e2e.losses.Signalled"
 
 

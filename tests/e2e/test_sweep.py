@@ -19,7 +19,7 @@ from tests.e2e.commands import SMALL, call_here, curve, rows, run_forked, run_he
 
 
 def test_four_jobs(tmp_path: Path) -> None:
-    sweep = ["-m", *SMALL, "optimizer.lr=1e-3,3e-3", "stage=pt,sft", "run.export=false"]
+    sweep = ["-m", *SMALL, "optimizer.lr=1e-3,3e-3", "stage=pt,sft"]
     answer = run_forked(*sweep, f"run.output_dir={tmp_path}", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     # Two jobs have the texts of pt, and two the chats of sft.
@@ -27,7 +27,7 @@ def test_four_jobs(tmp_path: Path) -> None:
     assert answer.stderr.count("data        as in an earlier job of the sweep") == 2
     runs = sorted(tmp_path.glob("*_tiny/*/metrics.jsonl"))
     assert len(runs) == 4
-    alone = run_here(tmp_path / "alone", *SMALL, "stage=sft", "optimizer.lr=3e-3", "run.export=false")
+    alone = run_here(tmp_path / "alone", *SMALL, "stage=sft", "optimizer.lr=3e-3")
     assert curve(alone) in [curve(path.parent) for path in runs]
 
 
@@ -37,7 +37,7 @@ def test_the_returned_value_is_the_final_eval_loss(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(
         "runner.launch.run.run", lambda *a, **k: returned.append(original(*a, **k)) or returned[-1]
     )
-    run = run_here(tmp_path, *SMALL, "run.export=false")
+    run = run_here(tmp_path, *SMALL)
     assert returned == [rows(run, "eval/loss")[-1]["eval/loss"]]
 
 
@@ -96,7 +96,7 @@ def test_a_failed_job_does_not_stop_the_others(
 
     monkeypatch.setattr("runner.launch.run.run", fails_once)
     GlobalHydra.instance().clear()
-    assert call_here("-m", *SMALL, "run.export=false", "run.seed=0,1,2", f"run.output_dir={tmp_path}") == 1
+    assert call_here("-m", *SMALL, "run.seed=0,1,2", f"run.output_dir={tmp_path}") == 1
     assert "error: the second of them" in capsys.readouterr().err
     outcomes = read_job_records(next((tmp_path / "sweeps").iterdir()))
     assert [outcome.status for outcome in outcomes] == ["completed", "failed", "completed"]
@@ -151,14 +151,14 @@ def test_a_pruner_that_lies_in_the_folder_of_a_sweep_is_not_called(tmp_path: Pat
     sweep.mkdir()
     leave_pruner(sweep, "os:system", {"command": f"touch {tmp_path / 'ran'}"})
     GlobalHydra.instance().clear()
-    short = (*SMALL, "run.seed=0", "run.export=false", "run.max_steps=1", f"run.output_dir={tmp_path}")
+    short = (*SMALL, "run.seed=0", "run.max_steps=1", f"run.output_dir={tmp_path}")
     assert call_here("-m", f"hydra.sweep.dir={sweep}", *short) == 0
     assert not (tmp_path / "ran").exists()
 
 
 def test_jobs_that_share_a_name_do_not_go_on_in_each_others_folder(tmp_path: Path) -> None:
     """The same sweep with more steps continues every job in its own folder."""
-    sweep = ("-m", *SMALL, "checkpoint.resume=auto", f"run.output_dir={tmp_path}", "run.export=false")
+    sweep = ("-m", *SMALL, "checkpoint.resume=auto", f"run.output_dir={tmp_path}")
     for steps, more in ((1, ()), (2, ("run.log_num_zeros=true", "optimizer.max_grad_norm=0.50"))):
         words = ("run.seed=0,1", f"run.max_steps={steps}", "run.name=both", *more)
         assert call_here(*sweep, *words) == 0
@@ -169,7 +169,7 @@ def test_jobs_that_share_a_name_do_not_go_on_in_each_others_folder(tmp_path: Pat
 
 
 def test_a_job_whose_time_is_up_is_no_finished_one(tmp_path: Path) -> None:
-    sweep = ("-m", *SMALL, f"run.output_dir={tmp_path}", "run.export=false", "run.seed=0")
+    sweep = ("-m", *SMALL, f"run.output_dir={tmp_path}", "run.seed=0")
     assert call_here(*sweep, "run.max_steps=10000", "run.max_time=1") == 0
     (outcome,) = read_job_records(next((tmp_path / "sweeps").iterdir()))
     assert outcome.status == "interrupted"

@@ -79,7 +79,7 @@ def test_a_chosen_size_is_halved_until_the_trial_fits(tmp_path: Path) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         plain(engine, batches, loss, last=last)
 
-    chosen = (*SMALL, "run.export=false", "data.packing=none", "run.trial_step=true")
+    chosen = (*SMALL, "data.packing=none", "run.trial_step=true")
     with mock.patch.object(FSDP2Engine, "train_microbatches", limited):
         run = run_here(tmp_path / "auto", *chosen, "run.micro_batch_size=auto")
     log = (run / "train.log").read_text()
@@ -97,7 +97,7 @@ def test_the_peak_is_recorded_next_to_the_forecast(measured: int | None, tmp_pat
     with counted as peak:
         if peak is not None:
             peak.return_value = measured
-        run = run_here(tmp_path, *SMALL, "run.export=false", "run.trial_step=true")
+        run = run_here(tmp_path, *SMALL, "run.trial_step=true")
     forecast = json.loads((run / "preflight.json").read_text())["memory"]
     record = RunRecord.read(run)
     assert record.peak_memory == PeakMemory(max(stage["total"] for stage in forecast), measured)
@@ -114,7 +114,7 @@ def test_the_optimizer_has_its_state_in_the_trial(tmp_path: Path) -> None:
         plain(engine)
 
     with mock.patch.object(FSDP2Engine, "abort_train_step", abort):
-        run_here(tmp_path, *SMALL, "run.export=false", "run.trial_step=true")
+        run_here(tmp_path, *SMALL, "run.trial_step=true")
     assert states == [0]
 
 
@@ -133,6 +133,6 @@ def test_the_largest_microbatch(packing: str, tmp_path: Path) -> None:
         return step, index
 
     with mock.patch.object(TokenDataLoader, "largest_microbatch", largest):
-        run_here(tmp_path, *SMALL, f"data.packing={packing}", "run.export=false", "run.trial_step=true")
+        run_here(tmp_path, *SMALL, f"data.packing={packing}", "run.trial_step=true")
     ((*_, missing),) = tried
     assert missing == 0

@@ -1,4 +1,4 @@
-"""The configurations of ``test_layouts`` set every option of both engines, with listed exceptions."""
+"""The configurations that are rehearsed set every option of both engines, with listed exceptions."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,11 +8,17 @@ import pytest
 import yaml
 
 from runner.cli import config_dir
+from tests.rehearsal.test_estimates import LARGE, OTHER_TRAFFIC, RECOMPUTED_MLPS, TENSOR_PARALLEL
 from tests.rehearsal.test_layouts import FSDP2, MEGATRON
 
 CONF = Path(config_dir())
 DEFAULTS = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
-ROWS = {"fsdp2": FSDP2, "megatron": MEGATRON}
+ESTIMATED = [
+    *LARGE.values(),
+    *RECOMPUTED_MLPS.values(),
+    *TENSOR_PARALLEL.values(),
+    *(words for _, words in OTHER_TRAFFIC.values()),
+]
 TRANSFORMER_ENGINE = "the kernels of Transformer Engine need real tensors"
 NOT_REHEARSED: Mapping[str, Mapping[str, str]] = {
     "fsdp2": {},
@@ -41,6 +47,18 @@ def chosen(words: Sequence[str], group: str, default: str = "") -> str:
     return dict(word.split("=", 1) for word in words).get(group, default)
 
 
+def of_engine(engine: str) -> list[list[str]]:
+    """Return the words of all configurations of an engine that are rehearsed."""
+    named = ("fsdp2", "single", "hsdp")
+    own = [
+        words for words in ESTIMATED if chosen(words, "parallelism").startswith(named) == (engine == "fsdp2")
+    ]
+    return [*ROWS[engine].values(), *own]
+
+
+ROWS = {"fsdp2": FSDP2, "megatron": MEGATRON}
+
+
 def keys_set(words: Sequence[str], defaults: Mapping[str, Any]) -> set[str]:
     """Return the keys of the layout to which ``words`` give another value than ``defaults``."""
     values = values_of(chosen(words, "parallelism")) | overridden(words, "parallelism.")
@@ -51,7 +69,7 @@ def keys_set(words: Sequence[str], defaults: Mapping[str, Any]) -> set[str]:
 def test_every_key_of_a_layout_is_rehearsed(engine: str) -> None:
     """Some configuration gives each key another value than its default, or the key is a listed exception."""
     defaults = values_of(engine)
-    keys = set().union(*(keys_set(words, defaults) for words in ROWS[engine].values()))
+    keys = set().union(*(keys_set(words, defaults) for words in of_engine(engine)))
     assert defaults.keys() - {"_target_"} - keys == NOT_REHEARSED[engine].keys()
 
 
@@ -59,7 +77,7 @@ def test_every_key_of_a_layout_is_rehearsed(engine: str) -> None:
 def test_every_option_of_a_group_is_rehearsed(group: str) -> None:
     """One of the engines rehearses it."""
     (default,) = (entry[group] for entry in DEFAULTS if group in entry)
-    found = {chosen(words, group, default) for rows in ROWS.values() for words in rows.values()}
+    found = {chosen(words, group, default) for engine in ROWS for words in of_engine(engine)}
     assert found == {path.stem for path in (CONF / group).glob("*.yaml")}
 
 
@@ -67,7 +85,7 @@ def test_every_option_of_a_group_is_rehearsed(group: str) -> None:
 def test_every_load_balancing_is_rehearsed(engine: str) -> None:
     """Each router loss has a coefficient, and router biases a step, by an override or by the model."""
     found: set[tuple[str, Any]] = set()
-    for words in ROWS[engine].values():
+    for words in of_engine(engine):
         model = yaml.safe_load((CONF / "model" / f"{chosen(words, 'model', 'tiny')}.yaml").read_text())
         found |= (model.get("moe", {}) | overridden(words, "model.moe.")).items()
     assert {value for key, value in found if key == "aux_loss"} == {"switch", "sequence", "global_batch"}
