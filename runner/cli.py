@@ -20,6 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -321,20 +322,12 @@ def decode_environment(config: DictConfig) -> None:
             OmegaConf.update(config, key, parse_value(str(OmegaConf.select(config, key))))
 
 
-def value_of(override: str) -> object:
-    """Return the value of an override; None if it is null, or if Hydra cannot parse it."""
+def parsed(override: str) -> Override | None:
+    """Return an override as Hydra parses it, or None if it cannot."""
     try:
-        return OverridesParser.create().parse_override(override).value()
+        return OverridesParser.create().parse_override(override)
     except OverrideParseException:
         return None
-
-
-def is_swept(override: str) -> bool:
-    """Return whether Hydra can parse an override, and a sweep would vary its value."""
-    try:
-        return OverridesParser.create().parse_override(override).is_sweep_override()
-    except OverrideParseException:
-        return False
 
 
 def parse_value(text: str) -> object:

@@ -153,12 +153,3 @@ def remove(checkpoint: Path) -> None:
 
 def unmark(checkpoint: Path) -> None:
     (checkpoint / MARKER).unlink(missing_ok=True)
-
-
-def discard(checkpoint: Path) -> None:
-    """Remove a failed save, its marker first, as far as the disk allows.
-
-    Any OSError is ignored.
-    """
-    with contextlib.suppress(OSError):
-        remove(checkpoint)

@@ -1,5 +1,6 @@
 """Management of checkpoints: when one is complete, how many are kept, and what follows a failed save."""
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Callable, Mapping
@@ -18,9 +19,9 @@ from components.checkpoint.folder import (
     CheckpointMeta,
     commit,
     create_dir,
-    discard,
     prune,
     read_meta,
+    remove,
     replace_meta,
     step_folder,
 )
@@ -183,7 +184,8 @@ class CheckpointManager:
             self._on_nodes(partial(commit, target, replace(meta, files=files)), group)
         except OSError:
             if self.first_of_node:
-                discard(target)
+                with contextlib.suppress(OSError):
+                    remove(target)
             raise
         self.current = target
         log.info("step %d  saved %s", meta.state["step"], target)

@@ -1,8 +1,6 @@
 """Data, from files to batches. The files of ``conf/data`` name these ``Data`` classes as ``_target_``."""
 
-from components.data.config import StdlibData
-from components.data.files import FilesData
-from components.data.llamafactory import LlamaFactoryData
-from components.data.loader import PreparedData
-
-__all__ = ["FilesData", "LlamaFactoryData", "PreparedData", "StdlibData"]
+from components.data.config import StdlibData as StdlibData
+from components.data.files import FilesData as FilesData
+from components.data.llamafactory import LlamaFactoryData as LlamaFactoryData
+from components.data.loader import PreparedData as PreparedData

@@ -221,11 +221,12 @@ def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
     if "data.eval_dataset" in values:
         return [f"data.dataset={values['data.eval_dataset']}", "data.eval_fraction=0"]
     if "data.eval" in values:
-        sets = cli.value_of(f"data.eval={values['data.eval']}")  # a path, or several by name
-        if sets is None:  # Hydra names what is wrong
+        override = cli.parsed(f"data.eval={values['data.eval']}")
+        sets = None if override is None else override.value()  # a path, or several by name
+        if override is None or sets is None:  # Hydra names what is wrong
             return []
         path = hydra_value(next(iter(sets.values()), None) if isinstance(sets, dict) else sets)
-        if cli.is_swept(f"data.eval={values['data.eval']}"):  # each job reads its own file
+        if override.is_sweep_override():  # each job reads its own file
             if "{" in values["data.eval"]:
                 raise ConfigError("data.eval: a sweep varies one set per job; give paths without names.")
             path = "${data.eval}"

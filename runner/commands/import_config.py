@@ -29,9 +29,10 @@ from runner.commands.importing.translation import Translation
 from runner.config.command_line import hydra_value
 
 KEYS: Keys = {"ranks": None, "stage": ("pt", "sft", "rm", "dpo", "kto", "orpo", "cpo", "simpo")}
-PER_NODE = "nproc_per_node"
-LAUNCHED = ("num_processes", "num_gpus", PER_NODE)
-"""Options of accelerate and deepspeed, with the number of ranks, and of torchrun, with those of a node."""
+PER_NODE = {"nproc_per_node": "nnodes", "num_gpus": "num_nodes"}
+"""Options of torchrun and deepspeed with the number of ranks of a node -> those with the number of nodes."""
+ACCELERATE = ("num_processes", "config_file", "accelerate_config")
+"""Options of accelerate, with the number of all ranks and its own file, which are those of TRL, too."""
 NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
 """Words of a command line that are numbers. YAML reads others as numbers, too: 2024_01_15, 0123 and 1:30."""
 SCRIPT = re.compile(r"(?:^|[/_])(sft|dpo|kto|orpo|cpo|reward)(?:_\w+)?(?:\.py)?$")
@@ -46,6 +47,8 @@ def import_config(arguments: Sequence[str]) -> None:
         raise ConfigError(f"{tool}: is not a tool; give {', '.join(TOOLS)}. {usage}")
     given = parse_pairs(pairs, KEYS)
     options, found = read(tool, Path(expand_home("FILE", name)))
+    if tool == "trl":
+        found = take_ranks(options, Path(name)) | found
     ranks = given.get("ranks") or found.get("ranks")
     count = whole_number({"ranks": ranks}, "ranks", 1, least=1) if ranks else None
     result = translate(tool, options, count, given.get("stage") or found.get("stage"), name)
@@ -118,20 +121,30 @@ def command_line(text: str, path: Path) -> tuple[Json, dict[str, str]]:
     launcher, options = flags(words[: max(start - 1, 0)]), flags(words[start:])
     if stray := options.pop("", None):
         raise ConfigError(f"{path}: {stray} is not --OPTION; give the command line of one training script.")
-    for name in {*LAUNCHED} & {*launcher}:
-        each, nodes = launcher[name], launcher.get("nnodes", 1) if name == PER_NODE else 1
+    for name in {*PER_NODE} & {*launcher}:
+        each, nodes = launcher[name], launcher.get(PER_NODE[name], 1)
         if isinstance(each, int) and isinstance(nodes, int):  # not "gpu", nor a range of nodes such as 1:4
             found["ranks"] = str(each * nodes)
     if "config" in options:  # TRL's file of options, which those of the command line override
         named = Path(expand_home("config", str(options.pop("config"))))
         options = read_options(named if named.is_file() else path.parent / named) | options
-    if "config_file" in launcher:
-        options["fsdp_config"] = launcher["config_file"]
-        named = Path(expand_home("config_file", str(launcher["config_file"])))
+    return options | {name: launcher[name] for name in ACCELERATE if name in launcher}, found
+
+
+def take_ranks(options: Json, path: Path) -> dict[str, str]:
+    """Replace accelerate's ``options`` by the one of the Trainer for its file; return the ``ranks`` they say.
+
+    ``path`` is the file of the options, in whose folder accelerate's file may be.
+    """
+    count, *files = (options.pop(name, None) for name in ACCELERATE)
+    config = next((file for file in files if file is not None), None)
+    if config is not None:
+        options["fsdp_config"] = config
+        named = Path(expand_home("config_file", str(config)))
         named = named if named.is_file() else path.parent / named
-        if named.is_file() and isinstance(count := read_options(named).get("num_processes"), int):
-            found.setdefault("ranks", str(count))
-    return options, found
+        if count is None and named.is_file():
+            count = read_options(named).get("num_processes")
+    return {"ranks": str(count)} if isinstance(count, int) else {}
 
 
 def flags(words: Sequence[str]) -> Json:

@@ -144,8 +144,11 @@ def check_long_options(words: Iterable[str]) -> None:
 
 def of_values(row: Counterpart) -> str:
     """Return the values that are written in another way here, as the end of a remark."""
-    pairs = {theirs: hydra_value(ours) for theirs, ours in (row.values or {}).items()}
-    listed = ", ".join(f"`{ours}` for {theirs}" for theirs, ours in pairs.items() if ours != theirs)
+    pairs = {theirs: ours for theirs, ours in (row.values or {}).items() if theirs != hydra_value(ours)}
+    ours = {
+        theirs: "nothing" if value is None else f"`{hydra_value(value)}`" for theirs, value in pairs.items()
+    }
+    listed = ", ".join(f"{value} for {theirs}" for theirs, value in ours.items())
     return f"{'; ' if row.remark and listed else ''}{listed}"
 
 
@@ -153,7 +156,7 @@ def page() -> Iterator[str]:
     """Yield the lines of docs/dictionary.md."""
     yield "# Dictionary of other tools' options"
     yield ""
-    yield "What the options of other tools are called here. If one is given, an error says so."
+    yield "What the options of other tools are called here. An error names ours if theirs is given."
     yield "`python -m runner.import_config llamafactory|axolotl|trl FILE` translates a whole configuration."
     for tool, options in dictionary().items():
         yield from ("", f"## {tool}", "", "| there | here | remark |", "|---|---|---|")

@@ -659,14 +659,65 @@ ALPACA = f"{AX}datasets: [{{path: a.jsonl, type: alpaca}}]\n"
         ),
         (
             "axolotl",
-            f"{AX}max_steps: 9\npretraining_dataset: [{{path: org/c4, name: en, text_column: body}}]",
+            f"{AX}max_steps: 9\nsaves_per_epoch: 1\n"
+            "pretraining_dataset: [{path: org/c4, name: en, text_column: body}]",
             {
                 "data.train": "hub:org/c4",
                 "data.streaming": True,
                 "data.columns": {"text": "body"},
                 "data.subset": "en",
+                "checkpoint.save_every_epochs": 0,
             },
+            "checkpoint.save_every: a stream has no epochs",
+        ),
+        (
+            "axolotl",
+            f"{AX}rl: kto\ndatasets: [{{path: a.jsonl, type: chatml.argilla}}]",
+            {"data.strings": "chat", "data.columns": {"prompt": "instruction"}},
             "",
+        ),
+        (
+            "axolotl",
+            f"{ALPACA}tokens: ['<x>']\npretrain_multipack_buffer_size: 10000\nlr_groups: [a]",
+            {"model.add_tokens": ["<x>"], "data.buffer_size": None},
+            "lr_groups=['a']: use optimizer.groups",
+        ),
+        (
+            "axolotl",
+            f"{AX}datasets: [{{path: org/ds, data_files: train.jsonl, type: alpaca}}]",
+            {"data.train": "hub:org/ds"},
+            "datasets: data_files=train.jsonl: all of its files are read",
+        ),
+        (
+            "llamafactory",
+            LF.format("kto") + "pref_loss: sigmoid",
+            {"stage.loss": "kto"},
+            "pref_loss: the loss of this stage does not read it there",
+        ),
+        (
+            "llamafactory",
+            LF.format("pt") + "enable_thinking: true\ntrain_on_prompt: true",
+            {"data.chat_template_kwargs": None},
+            "",
+        ),
+        (
+            "llamafactory",
+            LF.format("sft") + "moe_aux_loss_coef: 0\nuse_eaft_loss: true",
+            {"model.moe.aux_loss": "none"},
+            "use_eaft_loss=True: the loss of every token",
+        ),
+        (
+            "llamafactory",
+            LF.format("sft")
+            + "deepspeed: z3.json\nfp8: true\nfp8_enable_fsdp_float8_all_gather: true\npure_bf16: true",
+            {"run.dtype": "fp8", "parallelism.fp8_recipe": "tensorwise", "parallelism.fp8_all_gather": True},
+            "pure_bf16: run.dtype=fp8 has bf16 for everything else",
+        ),
+        (
+            "llamafactory",
+            LF.format("sft") + "optim: adafactor\nadam_epsilon: 1e-8\npissa_iter: 16",
+            {"optimizer.eps": [None, 1e-3]},
+            "pissa_iter: pissa_init is off",
         ),
         (
             "axolotl",
@@ -739,6 +790,18 @@ def test_what_means_something_else_there(
     assert said in answer.out
 
 
+def test_saved_adapters(imported: Run) -> None:
+    """The reference is the model without the adapter, which decides what a new one would be given."""
+    entry = "datasets: [{path: a.jsonl, type: llama3.icr}]\n"
+    answer = imported("axolotl", f"{AX}rl: dpo\nadapter: lora\nlora_model_dir: x/y\n{entry}")
+    expected = {"stage.reference=adapter_off", "data.columns={prompt: input}", "model.chat_template=llama3"}
+    assert expected <= {*answer.words}
+    text = LF.format("dpo") + "pissa_init: true\nadapter_name_or_path: saves/x\ndouble_quantization: false\n"
+    answer = imported("llamafactory", f"{text}ref_model: org/m\n")
+    assert not [word for word in answer.words if word.startswith(("adapter.pissa", "stage.reference="))]
+    assert "No equivalent here:\n#   double_quantization=False: use adapter.quantize" in answer.out
+
+
 def test_reward_models_and_dropout_of_trl(imported: Run) -> None:
     """TRL leaves out pairs that are too long, and turns the dropout of adapters off for pairs."""
     text = "model_name_or_path: m\ndataset_name: a.jsonl\nuse_peft: true\n"
@@ -754,10 +817,16 @@ def test_reward_models_and_dropout_of_trl(imported: Run) -> None:
 def test_ranks_of_launchers(imported: Run, tmp_path: Path) -> None:
     (tmp_path / "zero3.yaml").write_text("num_processes: 8\nzero_stage: 3\n")
     line = "sft.py --model_name_or_path m --dataset_name a.jsonl --per_device_train_batch_size 1"
-    for launcher in ("accelerate launch --config_file zero3.yaml", "deepspeed --num_gpus 8"):
+    for launcher in (
+        "accelerate launch --config_file zero3.yaml",
+        "deepspeed --num_nodes 2 --num_gpus 4",
+        "accelerate launch --num_processes 8 --config_file other.yaml",
+    ):
         answer = imported("trl", f"{launcher} {line}", suffix=".sh")
         check(answer, {"run.global_batch_size": 8})
         assert "ranks: it is not given" not in answer.out
+    file = "model_name_or_path: m\ndataset_name: a.jsonl\nnum_processes: 4\naccelerate_config: zero3\n"
+    check(imported("trl", file, "stage=sft"), {"run.global_batch_size": 32, "parallelism.dp": 4})
 
 
 @pytest.mark.parametrize("tool", ["llamafactory", "trl"])

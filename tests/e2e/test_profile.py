@@ -33,5 +33,6 @@ def test_a_trace_and_a_table(tmp_path: Path) -> None:
     assert sum(name.startswith("Optimizer.step") for name in names) == 2
     assert any("Input Dims" in event.get("args", {}) for event in events)
     table = (run / "profile" / "step_2_rank_0.txt").read_text()
-    assert "aten::mm" in table
+    assert "aten::mm" in names
+    assert "aten::" in table  # on a busy machine, any operators may be the most expensive ones
     assert "profile of steps 2 to 3" in (run / "train.log").read_text()

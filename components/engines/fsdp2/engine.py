@@ -22,7 +22,7 @@ from components.engines.fsdp2.context_parallel import ModelInput
 from components.engines.fsdp2.fsdp_private import discard_iteration, fsdp_modules, release
 from components.engines.fsdp2.grouped_experts import bias_buffers, grouped_experts
 from components.engines.fsdp2.layout import FSDP2Layout
-from components.engines.fsdp2.lora import is_initial, without_adapter
+from components.engines.fsdp2.lora import is_initial
 from components.engines.fsdp2.mesh import (
     REPLICATE,
     SHARD,
@@ -42,10 +42,11 @@ from components.engines.shared.mtp import add_mtp_losses
 from components.engines.shared.neftune import NEFTune
 from components.engines.shared.oom import naming_microbatch
 from components.engines.shared.torch_private import clear_dtensor_caches, flattened
-from components.engines.shared.train_step import TrainStepEngine
+from components.engines.shared.train_step import TrainStepEngine, without_dropout
 from components.engines.shared.whole_weights import WholeWeightOptimizer
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
+from components.models.hf_private import adapters_off
 from components.optimizers import Optimizer
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class FSDP2Engine(TrainStepEngine):
     def logps(self, microbatches: Sequence[Batch], *, reference: bool = False) -> list[Tensor]:
         if reference and self.reference is None:
             assert self.options.reference == "adapter_off", "the engine was built without a reference model"
-            with without_adapter(self.scorer):
+            with without_dropout([self.scorer]), adapters_off(self.scorer):
                 return self._logps(self.scorer, microbatches)
         return self._logps(self.reference if reference and self.reference else self.scorer, microbatches)
 
@@ -204,14 +205,10 @@ class FSDP2Engine(TrainStepEngine):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        self.scorer.eval()
-        try:
-            with self.optimizer.evaluating() as changed:
-                if changed:
-                    self._update_scales()
-                yield
-        finally:
-            self.scorer.train()
+        with without_dropout([self.scorer]), self.optimizer.evaluating() as changed:
+            if changed:
+                self._update_scales()
+            yield
         release(self.scorer)
         if changed:
             self._update_scales()
@@ -227,22 +224,22 @@ class FSDP2Engine(TrainStepEngine):
     # ---- state
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
-        rank, device = dist.get_rank(), self.device
         with self.optimizer.evaluating() as changed:
-            weights = state_dict.saved_tensors(self.stored, self.biases, None, rank, device)
+            weights = state_dict.weight_tensors(self.stored, self.biases)
             if changed:
                 weights = {key: tensor.clone() for key, tensor in weights.items()}
         if model_only:
             return weights
-        tensors = state_dict.saved_tensors(self.stored, self.biases, self.optimizer, rank, device)
-        tensors |= state_dict.weight_tensors(self.synced, "reference")
+        tensors = state_dict.weight_tensors(self.stored, self.biases) | self.optimizer.tensors()
+        tensors |= state_dict.rng_tensors(dist.get_rank(), self.device)
+        tensors |= state_dict.weight_tensors(self.synced, {}, "reference")
         if changed:
             tensors |= {EVALUATED + key.removeprefix("model"): tensor for key, tensor in weights.items()}
         return tensors | scale_tensors(self.loss_scale)
 
     def load(self, path: Path, *, model_only: bool = False) -> None:
         if self.synced:
-            load_tensors(path, state_dict.weight_tensors(self.synced, "reference"))
+            load_tensors(path, state_dict.weight_tensors(self.synced, {}, "reference"))
         if model_only:
             state_dict.load_weights(path, self.stored, self.biases)
         else:

@@ -206,7 +206,7 @@ class ExpertAdapter(nn.Module):
         self.kinds, self.scaling = kinds, adapter.scaling
         self.name, self.mesh, self.first = experts.name, experts.mesh, experts.first
         self._disable_adapters = False
-        """Whether the adapter is switched off, as in peft's layers: see ``lora.without_adapter``."""
+        """Whether the adapter is switched off, as in peft's layers: see ``adapters_off``."""
         number, hidden, rows = experts.down_proj.shape
         for kind in kinds:
             out, inside = (hidden, rows) if kind == "down_proj" else (rows, hidden)

@@ -1,8 +1,7 @@
 """Functions that insert peft's layers into a model, name them as on disk, and switch them off."""
 
 import copy
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,6 @@ from components.adapters.target_modules import linear_names
 from components.contracts.errors import ConfigError
 from components.engines.shared.adapter_dropout import TokenHashes, channel_hashes, drop
 from components.models.experts import EXPERT_PARAM
-from components.models.hf_private import adapters_off
 from components.models.nf4 import NF4Linear
 from components.models.scalar_head import SCORE
 
@@ -128,15 +126,3 @@ def name_on_disk(name: str) -> str:
 def is_initial(name: str) -> bool:
     """Return whether ``name`` is that of a frozen initial factor of PiSSA, which checkpoints contain."""
     return name.endswith(f".{INITIAL}.weight")
-
-
-@contextmanager
-def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Switch off the adapter, if there is one, and dropout within the context."""
-    training = model.training
-    model.eval()
-    try:
-        with adapters_off(model):
-            yield
-    finally:
-        model.train(training)

@@ -25,23 +25,18 @@ def make_mesh(device: torch.device, *, dp_replicate: int, cp: int, tp: int) -> D
     return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, CONTEXT, TENSOR))
 
 
-def weight_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for parameters, which are sharded over both dp_shard and cp ranks."""
+def weight_mesh(mesh: DeviceMesh, ep: int = 1) -> DeviceMesh:
+    """Return the mesh for parameters, which are sharded over both dp_shard and cp ranks.
+
+    It is that for parameters of experts if ``ep`` is above 1: groups of ``ep`` neighbours split the experts.
+    """
     replicate, shard, cp, tp = mesh.shape
-    if cp == 1:
+    if cp == ep == 1:
         return mesh
     # A new mesh, because torch deprecates slicing a flattened dimension together with others.
-    sizes = (replicate, shard * cp, tp)
-    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
-
-
-def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
-    """Return the mesh for expert parameters, in which each group of ``ep`` neighbours splits the experts."""
-    if ep == 1:
-        return weight_mesh(mesh)
-    replicate, shard, cp, tp = mesh.shape
-    sizes = (replicate, shard * cp // ep, ep, tp)
-    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, EXPERT, TENSOR))
+    experts = {EXPERT: ep} if ep > 1 else {}
+    sizes = {REPLICATE: replicate, SHARD: shard * cp // ep, **experts, TENSOR: tp}
+    return init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def mesh_info(mesh: DeviceMesh) -> Json:

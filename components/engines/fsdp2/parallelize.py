@@ -44,7 +44,6 @@ from components.engines.fsdp2.mesh import (
     SHARD,
     TENSOR,
     data_mesh,
-    expert_mesh,
     local_shard,
     shard_slices,
     weight_mesh,
@@ -216,7 +215,7 @@ def build_model(
     scorer = LogProbModel(
         spec.build(spec.config(), attention=attention), ContextParallel(ranks.get_group(CONTEXT))
     )
-    mesh, experts = weight_mesh(ranks), expert_mesh(ranks, layout.ep)
+    mesh, experts = weight_mesh(ranks), weight_mesh(ranks, layout.ep)
     described = None if adapter is None else describe_adapter(adapter, scorer.lm)
     quantized = set() if adapter is None else adapter.quantized_weights(scorer.lm)
     group_experts(scorer.lm, experts, adapter)

@@ -17,23 +17,6 @@ Weights = Sequence[ParamView]
 """This rank's shards of the trained weights and of pissa's initial factors."""
 
 
-def saved_tensors(
-    weights: Weights,
-    biases: Mapping[str, Tensor],
-    optimizer: WeightOptimizer | None,
-    rank: int,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """Return this rank's shards of the weights and its router biases by checkpoint key, without copying.
-
-    With ``optimizer``, the optimizer state and the random states are included.
-    """
-    tensors = weight_tensors(weights) | bias_tensors(biases)
-    if optimizer is not None:
-        tensors |= optimizer.tensors() | rng_tensors(rank, device)
-    return tensors
-
-
 def load(
     path: Path,
     weights: Weights,
@@ -47,7 +30,7 @@ def load(
     A rank whose number did not exist when the checkpoint was written keeps its own random stream.
     """
     rng, keys = rng_tensors(rank, device), saved_keys(path)
-    tensors = weight_tensors(weights) | bias_tensors(biases)
+    tensors = weight_tensors(weights, biases)
     tensors |= {name: value for name, value in rng.items() if name in keys}
     with optimizer.loading() as state:
         load_tensors(path, tensors | state)
@@ -61,16 +44,13 @@ def load_weights(path: Path, weights: Weights, biases: Mapping[str, Tensor]) -> 
     are the router biases.
     """
     kind = StoredTensors(path).kind_to_evaluate
-    load_tensors(path, weight_tensors(weights, kind) | bias_tensors(biases, kind))
+    load_tensors(path, weight_tensors(weights, biases, kind))
 
 
-def weight_tensors(weights: Weights, kind: str = "model") -> dict[str, Tensor]:
-    return {f"{kind}/{w.name}": w.slices(w.parameter.detach()) for w in weights}
-
-
-def bias_tensors(biases: Mapping[str, Tensor], kind: str = "model") -> dict[str, Tensor]:
-    """Return the router biases, which have no gradient but may change in training, by key."""
-    return {f"{kind}/{name}": bias for name, bias in biases.items()}
+def weight_tensors(weights: Weights, biases: Mapping[str, Tensor], kind: str = "model") -> dict[str, Tensor]:
+    """Return this rank's shards of the weights and its router biases by checkpoint key, without copying."""
+    named = {w.name: w.slices(w.parameter.detach()) for w in weights} | dict(biases)
+    return {f"{kind}/{name}": tensor for name, tensor in named.items()}
 
 
 def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:

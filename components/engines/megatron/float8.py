@@ -78,8 +78,3 @@ def matrix_sizes(layout: Layout, model: PreTrainedModel) -> list[int]:
 def config_fields(layout: Layout) -> Json:
     """Return the fields of Megatron's configuration for ``layout.fp8_recipe``."""
     return {"fp8": RECIPES[layout.fp8_recipe].format, "fp8_recipe": layout.fp8_recipe}
-
-
-def row_multiple(layout: Layout) -> int:
-    """Return the number of tokens of which a rank's part of a row must be a multiple."""
-    return RECIPES[layout.fp8_recipe].multiple

@@ -5,11 +5,11 @@ import re
 from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from components.checkpoint.dcp import all_gather_objects
 from components.contracts.batch import Batch
@@ -212,3 +212,16 @@ def layer_of(name: str) -> str:
     """Return the layer of a weight, such as ``model.layers.3``, or else its name without ``.weight``."""
     layer = re.match(r".*?\.\d+(?=\.)", name)
     return layer[0] if layer else name.removesuffix(".weight")
+
+
+@contextmanager
+def without_dropout(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Put ``models`` into evaluation mode within the context."""
+    before = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, training in zip(models, before, strict=True):
+            model.train(training)

@@ -52,14 +52,6 @@ def tp_volume(
     return CommVolume("tp", calls * all_gather_bytes(num_bytes, tp), when="exposed")
 
 
-def passes_through_blocks(recomputed: float, forward_passes: int) -> float:
-    """Return the number of passes through a block: forward, backward, recomputed and without gradient.
-
-    ``recomputed`` is the share of the blocks that are recomputed.
-    """
-    return 2 + recomputed + forward_passes
-
-
 def ulysses_volume(
     size: ModelSize, cp: int, tp: int, tokens: float, itemsize: int, *, passes: float
 ) -> CommVolume:

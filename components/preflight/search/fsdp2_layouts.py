@@ -11,7 +11,6 @@ from components.preflight.estimates.communication import (
     FP32,
     all_gather_bytes,
     all_reduce_bytes,
-    passes_through_blocks,
     token_dispatch_volume,
     tp_volume,
     ulysses_volume,
@@ -85,7 +84,7 @@ def activation_volumes(
     ``recomputed`` is the share of the blocks, and ``modules`` the parts of all blocks, that are recomputed.
     """
     tokens, itemsize = step.tokens / layout.cp, step.dtype.itemsize
-    passes = passes_through_blocks(recomputed, step.forward_passes)
+    passes = 2 + recomputed + step.forward_passes  # forward, backward, recomputed, without gradient
     if layout.cp > 1:
         yield ulysses_volume(size, layout.cp, layout.tp, step.tokens, itemsize, passes=passes)
     if layout.tp > 1:

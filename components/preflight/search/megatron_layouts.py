@@ -14,7 +14,6 @@ from components.preflight.estimates.communication import (
     all_reduce_bytes,
     expert_gather_volume,
     key_value_volume,
-    passes_through_blocks,
     token_dispatch_volume,
     tp_volume,
     ulysses_volume,
@@ -48,7 +47,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     chunks = layers_of_chunks(layout, size.layers)
     recomputed = recomputed_share(how, layout.recompute_num_layers, chunks)
     modules = recomputed_modules(how, layout.recompute_modules)
-    passes = passes_through_blocks(recomputed, step.forward_passes)
+    passes = 2 + recomputed + step.forward_passes  # forward, backward, recomputed, without gradient
     exchanges = passes + ("moe" in modules)
     layers = {"layers": size.layers / pp, "num_moe_layers": size.num_moe_layers / pp}
     stage = ModelSize(**vars(size) | layers)

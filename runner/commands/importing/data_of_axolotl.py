@@ -5,7 +5,7 @@ from typing import Any
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
-from runner.commands.importing.shared_data import files_of, held_out_share, write_alpaca
+from runner.commands.importing.shared_data import KINDS_OF_FILES, files_of, held_out_share, write_alpaca
 from runner.commands.importing.translation import Translation, as_list
 
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "input_output": "segments"}
@@ -57,7 +57,7 @@ def axolotl_datasets(work: Translation) -> None:
             work.words[f"data.{key}"] = found[0]
     for item in sources:
         work.missing |= {f"datasets: {name}": why for name, why in lost(item).items()}
-        if isinstance(item.get("type"), str) and format_of(item) is None:
+        if isinstance(item.get("type"), str) and format_of(item) is None and template_of(item) is None:
             work.checks["data.format"] = f"type {item['type']} is not known; the format is recognised"
     if all(item.get("type") == "alpaca" for item in sources) and "chat_template" not in work.given:
         write_alpaca(
@@ -93,6 +93,11 @@ def axolotl_rows(work: Translation, sources: list[Any]) -> None:
     named = {template for item in sources if (template := template_of(item))}
     if named:
         work.words["data.strings"] = "chat"
+        if work.words["stage"] == "kto":  # its records have a completion
+            entries = as_list(work.words.get("data.sources"))
+            for columns in (work.words.get("data.columns", {}), *(e.get("columns", {}) for e in entries)):
+                for name in ("chosen", "rejected"):
+                    columns.pop(name, None)
         if "chat_template" not in work.given:
             work.words["model.chat_template"] = named.pop()
             work.checks["model.chat_template"] = "leave it out if the tokenizer has this template itself"
@@ -143,6 +148,8 @@ def lost(item: Config) -> dict[str, str]:
     for name, value in detailed.items():
         if name not in READ and value is not None:
             found[f"type.{name}={value}"] = "write it in the records, or in a chat template"
+    if item.get("data_files") and item["path"] not in KINDS_OF_FILES and "ds_type" not in item:
+        found[f"data_files={item['data_files']}"] = "all of its files are read; name them in data.sources"
     for name, value in item.items():
         if name not in READ and value is not None and value not in USUAL.get(name, ()):
             found[f"{name}={value}"] = UNREAD.get(name, "use the options of data, see docs/data.md")
@@ -160,8 +167,6 @@ def template_of(item: Config) -> str | None:
 
 def format_of(item: Config) -> str | None:
     kind = str(item.get("type") or "")
-    if template_of(item):
-        return "preference"
     if kind.startswith("chat_template"):
         return "preference" if kind != "chat_template" else "messages"
     return FORMATS.get(kind)

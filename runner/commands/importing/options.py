@@ -4,7 +4,7 @@ from runner.commands.importing.translation import Translation, as_list, is_off
 from runner.config.unknown_keys import Counterpart
 
 OFF = "(off)"
-LISTS = ("adapter.target_modules", "adapter.modules_to_save")
+LISTS = ("adapter.target_modules", "adapter.modules_to_save", "model.add_tokens")
 COMBINED = ("stage.loss", "stage.loss_weights")
 """Keys whose value may be a list with several entries."""
 

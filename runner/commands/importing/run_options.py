@@ -50,10 +50,11 @@ def choose_optimizer(work: Translation) -> None:
         if not {"adam_beta1", "adam_beta2"} & {*work.given}:
             work.words["optimizer.betas"] = [0.9, 0.95]
         work.words["optimizer.adjust_lr"] = "original"
-        work.checks["optimizer.adjust_lr"] = "axolotl also makes the steps of wide matrices smaller"
+        work.checks["optimizer.adjust_lr"] = "axolotl makes the steps of wide matrices smaller than here"
     elif name == "sgd":
         work.words["optimizer.momentum"] = 0.0
     elif name == "adafactor":
+        work.skip("adam_epsilon", "it has another epsilon")
         work.checks["optimizer.lr"] = (
             "it is relative to the size of each weight here, and absolute there; 1e-2 is the default here"
         )
@@ -84,7 +85,7 @@ def choose_schedule(work: Translation) -> None:
         work.words["scheduler.warmup_ratio"] = warmup or share
     elif share and "warmup_ratio" in work.given:
         work.words["scheduler.warmup_ratio"] = share
-    if work.tool == "axolotl" and not {"warmup_ratio", "warmup_steps"} & {*work.given}:
+    if work.tool == "axolotl" and "scheduler.warmup_ratio" in work.words and "warmup_ratio" not in work.given:
         work.checks["scheduler.warmup_ratio"] = "axolotl's default, which has 100 steps at most"
     choose_shape(work, shape)
 

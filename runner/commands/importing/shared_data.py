@@ -6,6 +6,8 @@ from components.contracts.json_types import Config
 from runner.commands.importing.translation import Translation, as_list
 
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+KINDS_OF_FILES = ("json", "csv", "parquet", "text")
+"""Values of the ``path`` of a data set that the library ``datasets`` reads from files."""
 ALPACA_SYSTEM = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the "
     "request."
@@ -21,8 +23,11 @@ def place(name: object) -> str:
 
 
 def files_of(item: Config) -> list[str]:
-    """Return the sources of an entry of ``datasets``: its files, or a data set of the hub."""
-    if item.get("data_files"):
+    """Return the sources of an entry of ``datasets``: its files, or a data set of the hub.
+
+    ``path`` may be a kind of file, and those of ``data_files`` are then on this machine.
+    """
+    if item.get("data_files") and ("ds_type" in item or item["path"] in KINDS_OF_FILES):
         return [str(path) for path in as_list(item["data_files"])]
     return [str(item["path"]) if "ds_type" in item else place(item["path"])]
 

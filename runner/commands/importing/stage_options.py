@@ -1,5 +1,6 @@
 """The options that decide the stage and its loss, the model, its dtype and its adapter."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from components.contracts.errors import ConfigError
@@ -39,24 +40,30 @@ def choose_stage(work: Translation, stage: str | None, file: str) -> None:
     work.words["stage"] = chosen
 
 
+OF_PAIRS = ("rm", "dpo", "kto", "orpo", "cpo", "simpo")
+UNREAD: Mapping[str, tuple[Sequence[str], str]] = {
+    "label_smoothing_factor": (OF_PAIRS, "the loss of this stage does not read it there"),
+    "pref_loss": (["kto"], "the loss of this stage does not read it there"),
+    "enable_thinking": (["pt"], "a document has no turns"),
+    "default_system": (["pt"], "a document has no turns"),
+    "train_on_inputs": (["pt", "rm"], "this stage has no prompts that are left out"),
+    "train_on_prompt": (["pt", "rm"], "this stage has no prompts that are left out"),
+}
+"""Option -> the stages in which the other tool does not read it either, and the reason."""
+
+
 def choose_loss(work: Translation) -> None:
-    """Translate the options of the loss whose meaning depends on the stage, or on one another."""
+    """Translate the options of the loss whose meaning depends on the stage."""
     stage = work.words["stage"]
-    every, mixup = work.take("ref_model_sync_steps"), work.take("ref_model_mixup_alpha")
-    if work.take("sync_ref_model"):
-        work.words |= {"stage.sync_reference_every": every or 512, "stage.sync_reference_mixup": mixup or 0.6}
-    else:
-        idle = {*work.given} & {"ref_model_sync_steps", "ref_model_mixup_alpha"}
-        work.needless |= dict.fromkeys(idle, "sync_ref_model is off")
-    if work.tool == "trl" and stage == "sft" and (kind := work.take("loss_type")) is not None:
-        if kind in ("nll", "chunked_nll"):
-            work.needless["loss_type"] = "it is the loss of stage=sft"
-        else:
-            work.lacks("loss_type", "stage=sft has the negative log-likelihood only")
+    for name, (stages, why) in UNREAD.items():
+        if stage in stages:
+            work.skip(name, why)
     if work.tool == "trl" and stage == "sft":
         choose_targets(work)
-    if stage not in ("pt", "sft"):
-        work.skip("label_smoothing_factor", "the loss of this stage does not read it there")
+        if (kind := work.take("loss_type")) in ("nll", "chunked_nll"):
+            work.needless["loss_type"] = "it is the loss of stage=sft"
+        elif kind is not None:
+            work.lacks("loss_type", "stage=sft has the negative log-likelihood only")
     share = work.take("pref_ftx")
     if share and stage in ("dpo", "cpo", "simpo"):
         work.words["stage.rpo_alpha" if stage == "dpo" else "stage.cpo_alpha"] = share
@@ -65,10 +72,28 @@ def choose_loss(work: Translation) -> None:
     if stage == "orpo" and work.tool != "llamafactory":
         work.checks["stage"] = "the likelihood in TRL's ORPO is that of prompt and answer, here of the answer"
     for name in {"router_aux_loss_coef", "moe_aux_loss_coef"} & {*work.given}:
+        if (strength := as_number(name, work.given[name])) == 0:
+            work.skip(name, "it is off")
+            continue
         work.words["model.moe.aux_loss"] = "switch"
         work.checks["model.moe.aux_loss_coef"] = (
-            f"{name} has the effect of its value times (experts of a token / layers) here"
+            f"give {strength:g} x K / L, with K experts per token and L layers, for the same strength; leave "
+            "both keys out for a model without experts"
         )
+
+
+def choose_reference(work: Translation) -> None:
+    """Translate how the reference model is chosen and updated."""
+    every, mixup = work.take("ref_model_sync_steps"), work.take("ref_model_mixup_alpha")
+    if work.take("sync_ref_model"):
+        work.words |= {"stage.sync_reference_every": every or 512, "stage.sync_reference_mixup": mixup or 0.6}
+    else:
+        idle = {*work.given} & {"ref_model_sync_steps", "ref_model_mixup_alpha"}
+        work.needless |= dict.fromkeys(idle, "sync_ref_model is off")
+    saved = {"adapter_name_or_path", "lora_model_dir"} & {*work.given}
+    if saved and "ref_model" not in work.given and work.words["stage"] in ("dpo", "kto"):
+        work.words["stage.reference"] = "adapter_off"
+        work.checks["stage.reference"] = "the reference is the model without the adapter, as there"
 
 
 def choose_targets(work: Translation) -> None:
@@ -90,7 +115,12 @@ def choose_model(work: Translation) -> None:
     if (path := work.take(name)) is None:
         raise ConfigError(f"{name}: the configuration names no model; add it.")
     work.words |= {"model": "hf", "model.path": path}
-    if work.tool == "llamafactory" and not {"bf16", "fp16", "pure_bf16", "fp8"} & {*work.given}:
+    if work.left.get("fp8"):
+        for name in ("bf16", "pure_bf16"):
+            work.skip(name, "run.dtype=fp8 has bf16 for everything else")
+        if work.left.get("fp8_enable_fsdp_float8_all_gather"):
+            work.words["parallelism.fp8_recipe"] = "tensorwise"
+    elif work.tool == "llamafactory" and not {"bf16", "fp16", "pure_bf16"} & {*work.given}:
         work.checks["run.dtype"] = "LLaMA-Factory computes in the dtype of the folder; often run.dtype=bf16"
     elif any(work.left.get(name) for name in ("pure_bf16", "bfloat16", "float16")):
         work.checks["run.dtype"] = (
@@ -120,8 +150,9 @@ def choose_adapter(work: Translation) -> None:
     if adapter != "none":
         work.words["adapter"] = adapter
         choose_dropout(work)
-    iterations = work.take("pissa_iter")
-    if work.left.get("pissa_init") and iterations != -1:
+    if not work.left.get("pissa_init"):
+        work.skip("pissa_iter", "pissa_init is off")
+    elif (iterations := work.take("pissa_iter")) != -1:
         work.words["adapter.pissa_niter"] = iterations or 16
     if not kept:
         work.left = {
@@ -137,6 +168,8 @@ def choose_adapter(work: Translation) -> None:
 
 def choose_dropout(work: Translation) -> None:
     """Drop ``lora_dropout`` where the other tool's trainer turns all dropout off, that of adapters too."""
-    without = ("dpo", "kto", "orpo", "cpo", "simpo", *(["rm"] if work.tool == "trl" else []))
+    without = ["dpo", "kto", "orpo", "cpo", "simpo"]
+    if work.tool != "llamafactory":  # its reward trainer is not TRL's
+        without.append("rm")
     if work.words["stage"] in without and work.given.get("disable_dropout") is not False:
         work.skip("lora_dropout", "the trainer of this stage turns dropout off")

@@ -1,6 +1,7 @@
 """Translate the options of another tool's configuration: see ``runner.commands.import_config``."""
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 from components.contracts.errors import ConfigError
@@ -16,9 +17,14 @@ from runner.commands.importing.run_options import (
     choose_optimizer,
     choose_schedule,
 )
-from runner.commands.importing.stage_options import choose_adapter, choose_loss, choose_model, choose_stage
+from runner.commands.importing.stage_options import (
+    choose_adapter,
+    choose_loss,
+    choose_model,
+    choose_reference,
+    choose_stage,
+)
 from runner.commands.importing.translation import Translation
-from runner.config.sources import did_you_mean
 from runner.config.unknown_keys import dictionary, documents
 
 TOOLS: Mapping[str, Callable[[Translation], None]] = {
@@ -56,15 +62,13 @@ def translate(tool: str, options: Config, ranks: int | None, stage: str | None, 
     extra = documents()[1][tool]["stage_defaults"].get(work.words["stage"], {})
     work.left |= {name: value for name, value in extra.items() if name not in given}
     choose_loss(work)
+    choose_reference(work)
     choose_model(work)
     choose_adapter(work)
     choose_batch(work, ranks)
     choose_optimizer(work)
     choose_schedule(work)
     choose_cadences(work)
-    if "adapter_name_or_path" in work.given and work.words["stage"] in ("dpo", "kto"):
-        work.words["stage.reference"] = "adapter_off"
-        work.checks["stage.reference"] = "the reference is the model without the adapter, as in LLaMA-Factory"
     if work.tool == "llamafactory":
         choose_template(work)
     if "data_seed" in work.given and work.given.get("seed") not in (None, work.given["data_seed"]):
@@ -77,6 +81,7 @@ def translate(tool: str, options: Config, ranks: int | None, stage: str | None, 
         for key in [key for key in work.words if key.startswith(("checkpoint.keep_best", "early_stopping."))]:
             del work.words[key]  # they would watch the loss, in the direction of the other metric
     leave_out_of_adapter(work)
+    leave_out_of_streams(work)
     name_runs(work)
     if "data.eval" not in work.checks and not {*EVALUATED} & {*work.words}:
         leave_out_evaluations(work)
@@ -100,9 +105,10 @@ def check_names(work: Translation, file: str) -> None:
         kinds = [work.reason(kind, name, exact=False) for kind in ("not_needed", "no_equivalent")]
         if any(kinds) or work.row(name) is not None:
             continue
-        hint = did_you_mean(name, known)
-        if hint.startswith("did"):
-            raise ConfigError(f"{name} ({file}): is not a known option of {work.tool}; {hint}")
+        if near := get_close_matches(name, known, n=1, cutoff=0.85):
+            raise ConfigError(
+                f"{name} ({file}): is not a known option of {work.tool}; did you mean '{near[0]}'?"
+            )
         work.lacks(name, f"it is not a known option of {work.tool}")
         work.unknown.add(name)
 
@@ -131,7 +137,10 @@ def check_trains(given: Config, file: str) -> None:
 
 EVALUATED = ("data.eval", "data.eval_dataset", "data.eval_fraction", "data.eval_split")
 """Keys, any one of which gives a run data to evaluate on."""
-OF_ADAPTER = ("r", "alpha", "target_modules", "rslora", "modules_to_save", "dora", "init_lora_weights")
+OF_ADAPTER = (
+    *("r", "alpha", "target_modules", "rslora", "modules_to_save", "dora", "init_lora_weights"),
+    "pissa_niter",
+)
 """Keys of the group ``adapter`` whose values a saved adapter has."""
 
 
@@ -143,6 +152,18 @@ def leave_out_of_adapter(work: Translation) -> None:
         if work.words.pop(key, None) is not None:
             work.checks.pop(key, None)
             work.needless.update(dict.fromkeys(work.names_of(key), "the saved adapter has it"))
+
+
+def leave_out_of_streams(work: Translation) -> None:
+    """Remove the overrides that count epochs of a stream, or that only a stream reads."""
+    if work.words.get("data.streaming") is not True:
+        if work.words.pop("data.buffer_size", None) is not None:
+            work.needless.update(dict.fromkeys(work.names_of("data.buffer_size"), "it is that of a stream"))
+        return
+    for key in [key for key in work.words if key.endswith("_every_epochs") or key == "run.epochs"]:
+        del work.words[key]
+        steps = "run.max_steps" if key == "run.epochs" else key.removesuffix("_epochs")
+        work.checks[steps] = "a stream has no epochs; give the number of steps"
 
 
 def name_runs(work: Translation) -> None:

@@ -9,6 +9,9 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from runner.config.unknown_keys import Counterpart, dictionary, documents
 
+ACTS_WHEN_OFF = ("double_quantization", "use_bnb_nested_quant", "init_lora_weights")
+"""Options whose value false is another choice, and not the absence of one."""
+
 
 @dataclass
 class Translation:
@@ -43,7 +46,7 @@ class Translation:
 
     def lacks(self, name: str, why: str) -> None:
         """Record that an option of the file has no equivalent; a default value needs no record."""
-        if is_off(self.given.get(name)):
+        if is_off(self.given.get(name)) and name not in ACTS_WHEN_OFF:
             self.needless |= {name: "it is off"} if name in self.given else {}
         else:
             self.missing[f"{name}={' '.join(str(self.given[name]).split())[:80]}"] = why

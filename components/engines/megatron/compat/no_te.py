@@ -5,24 +5,13 @@ They apply on any device.
 
 from collections.abc import Callable
 from copy import copy
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 from torch import nn
 
 from components.engines.megatron.compat.patching import Patch
-from components.engines.megatron.compat.patching import install as install_patches
 from components.engines.megatron.te_install import has_transformer_engine
-
-
-@cache
-def install() -> None:
-    """Install the patches, once per process and after ``cpu.install``.
-
-    Raises:
-        AttributeError: if this release of megatron-core lacks a patched symbol; the message names it.
-    """
-    install_patches(PATCHES)
 
 
 def mark_sequence_parallel(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

@@ -1,17 +1,15 @@
 """All modules that import megatron. Importing this package installs the patches that megatron needs here."""
 
-from components.engines.megatron.compat import packed_rope
+from components.engines.megatron.compat import no_te, packed_rope
 from components.engines.megatron.compat.cpu import install as install_cpu
 from components.engines.megatron.compat.gradient_fusion import install as install_gradient_fusion
-from components.engines.megatron.compat.no_te import install as install_repairs
 from components.engines.megatron.compat.patching import install as install_patches
 from components.engines.megatron.compat.unused_packages import hidden
 
 # wandb takes half a second to import, and leaves two temporary folders because ranks end with os._exit.
 with hidden("wandb"):
     install_cpu()
-    install_repairs()
-    install_patches(packed_rope.PATCHES)
+    install_patches((*no_te.PATCHES, *packed_rope.PATCHES))
     install_gradient_fusion()
     import megatron.core.inference.contexts.dynamic_context
     import megatron.core.timers  # noqa: F401

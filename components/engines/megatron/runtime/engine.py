@@ -37,7 +37,6 @@ from components.engines.megatron.runtime.model import padded_vocab_size
 from components.engines.megatron.runtime.model_builder import (
     build_model_chunks,
     initial_weights,
-    without_dropout,
     wrap_ddp,
 )
 from components.engines.megatron.runtime.moe_router import MegatronRouterState, clear_router_state
@@ -55,7 +54,7 @@ from components.engines.shared.loss_accumulator import LossAccumulator
 from components.engines.shared.loss_scale import LossScale, load_scale, scale_tensors
 from components.engines.shared.mtp import TokenStatsWithMTP, add_mtp_losses
 from components.engines.shared.neftune import NEFTune
-from components.engines.shared.train_step import TrainStepEngine
+from components.engines.shared.train_step import TrainStepEngine, without_dropout
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
 from components.models.hf_private import adapters_off

@@ -1,7 +1,6 @@
 """A rank's part of the model: its chunks, and the Hugging Face tensors that their parameters hold."""
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -124,18 +123,6 @@ def wrap_ddp(
     )
     # Later chunks finish their backward pass early, so there is no gain from reducing them in buckets.
     return DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
-
-
-@contextmanager
-def without_dropout(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    before = [chunk.training for chunk in chunks]
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for chunk, training in zip(chunks, before, strict=True):
-            chunk.train(training)
 
 
 def freeze_parameters(

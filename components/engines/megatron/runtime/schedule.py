@@ -35,7 +35,7 @@ from components.contracts.batch import IGNORE, Batch
 from components.contracts.device_copy import to_device
 from components.contracts.json_types import Json
 from components.contracts.loss import Loss
-from components.engines.megatron.float8 import row_multiple
+from components.engines.megatron.float8 import RECIPES
 from components.engines.megatron.layout import Layout
 from components.engines.megatron.runtime.cp_sharding import (
     CPShard,
@@ -107,7 +107,7 @@ def run_schedule(
     if not microbatches:
         return
     routed = any(get_attr_wrapped_model(chunk, "routers") for chunk in chunks)
-    multiple = row_multiple(layout) if get_model_config(chunks[0]).fp8 else 1
+    multiple = RECIPES[layout.fp8_recipe].multiple if get_model_config(chunks[0]).fp8 else 1
     items = make_inputs(microbatches, layout, device, wanted, routed=routed, multiple=multiple)
     group = parallel_state.get_context_parallel_group()
 
