@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         *("parallelism=fsdp2", "parallelism.dp=2", "parallelism.cpu_offload=true"),
         "parallelism.activation_offloading=true",
     ),
-    "fsdp2 tp2": ("parallelism=fsdp2_tp2", "parallelism.dp=1"),
+    "fsdp2 tp2": ("parallelism=fsdp2_tp2",),
     "fsdp2 cp2": ("parallelism=fsdp2_cp2", "parallelism.dp=2"),
     "hsdp": ("parallelism=hsdp",),
     "dp2 sharded": ("parallelism=megatron_dp2", *OVERLAPPED),

@@ -38,7 +38,7 @@ def test_a_run_is_that_of_the_command(tmp_path: Path) -> None:
 
 
 def test_keys_may_be_a_mapping_and_ranks_are_started(tmp_path: Path) -> None:
-    keys = dict(word.split("=") for word in SMALL)
+    keys = dict(word.split("=") for word in EXPORTING)
     run: dict[str, Any] = {"output_dir": str(tmp_path), "name": "it's 2", "max_steps": 2, "export": False}
     result = api.train(keys | {"parallelism": "fsdp2", "parallelism.dp": 2, "run": run})
     assert len(curve(result.folder)) >= 2

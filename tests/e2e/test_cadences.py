@@ -77,7 +77,8 @@ def test_named_evaluation_sets(tmp_path: Path) -> None:
 
 
 def test_debug_fast(tmp_path: Path) -> None:
-    run = run_here(tmp_path, *SMALL, "run.max_steps=100", "debug=fast", "run.max_steps=2")
+    words = [word for word in SMALL if word != "run.export=false"]  # the option of debug says it
+    run = run_here(tmp_path, *words, "run.max_steps=100", "debug=fast", "run.max_steps=2")
     assert [row["step"] for row in rows(run, "train/loss")] == [1, 2]
     assert not (run / "export").exists()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import ROOT, SMALL, call_here, newest, rows
+from tests.e2e.commands import EXPORTING, ROOT, SMALL, call_here, newest, rows
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL))
@@ -28,7 +28,9 @@ def test_an_example_trains(title: str, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (command,) = re.findall(r"```bash\npython -m runner (.*)\n```", section)
-    assert call_here(*shlex.split(command), *SMALL) == 0
+    exports = title in ("Data", "Engine", "Model family")
+    assert call_here(*shlex.split(command), *(EXPORTING if exports else SMALL)) == 0
+    assert exports == (newest(tmp_path / "outputs") / "export" / "model.safetensors").is_file()
     losses = [row["train/loss"] for row in rows(newest(tmp_path / "outputs"), "train/loss")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

@@ -11,7 +11,7 @@ from tests.e2e.commands import ROOT, SMALL, command, curve, newest, run_command,
 TWO_RANKS = (*SMALL, "parallelism=fsdp2", "parallelism.dp=2", "run.micro_batch_size=1", "run.max_steps=2")
 DATA = ("data=files", "data.train=chats.jsonl", "data.eval_fraction=0.2")
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "done": (*TWO_RANKS, *DATA, "checkpoint.save_every=1"),
+    "done": (*TWO_RANKS, *DATA, "checkpoint.save_every=1", "run.export=true", "run.final_sample_tokens=4"),
     "failed": (*TWO_RANKS, *DATA, "stage._target_=tests.e2e.losses.Fails", "+stage.at=1"),
     "refused": (*SMALL, *DATA, "run.global_batch_size=5"),
 }

@@ -40,8 +40,8 @@ def test_dpo_on_pp2_has_the_curve_of_one_process(tmp_path: Path) -> None:
         assert rows(ours, key)[-1][key] == pytest.approx(rows(theirs, key)[-1][key], rel=1e-5, abs=1e-7)
 
 
-def test_a_loss_of_ones_own_on_every_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss of docs/losses.md has no code for any of them; test_prove has a pipeline."""
+def test_a_loss_of_ones_own_with_tp_and_cp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of docs/losses.md has no code for either; test_prove has a pipeline."""
     source, *_ = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "losses.md").read_text(), flags=re.DOTALL
     )

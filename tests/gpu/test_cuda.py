@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from components.engines.shared.adapter_dropout import dropout_hashes, masked
-from tests.e2e.commands import SMALL, curve, rows, run_here
+from tests.e2e.commands import EXPORTING, SMALL, curve, rows, run_here
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,8 +43,9 @@ def test_kto_reads_a_reference_from_the_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packing", ["bfd", "none"])
 def test_bf16_trains_and_resumes(tmp_path: Path, packing: str) -> None:
-    same = (*SMALL, "run.device=cuda", "run.dtype=bf16", f"data.packing={packing}", "run.max_steps=6")
+    same = (*EXPORTING, "run.device=cuda", "run.dtype=bf16", f"data.packing={packing}", "run.max_steps=6")
     straight = run_here(tmp_path / "a", *same, "checkpoint.save_every=3", "checkpoint.keep_last=0")
+    assert (straight / "export" / "model.safetensors").is_file()
     half = straight / "checkpoints" / "step_00000003"
     rest = run_here(tmp_path / "b", *same, f"checkpoint.resume={half}")
     for ours, theirs in zip(curve(rest), curve(straight)[3:], strict=True):

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-EXPERTS = ("model=moe_tiny", "data.max_length=128", "run.max_steps=4", "run.final_sample_tokens=4")
+EXPERTS = ("model=moe_tiny", "data.max_length=128", "run.max_steps=4")
 LATENT = ("model=deepseek_tiny", *EXPERTS[1:])
 WINDOWS = (
     "+model.architecture.sliding_window=24",
@@ -37,7 +37,7 @@ OPTIONS = {
     "padded": (*SMALL, *FSDP2, "data.packing=none"),
     "windows": (*SMALL, *WINDOWS),
     "kto": (*SMALL, *FSDP2, "stage=kto"),
-    "rewards": (*SMALL[:-1], *FSDP2, "stage=rm"),
+    "rewards": (*SMALL, *FSDP2, "stage=rm"),
     "tr-dpo": (*SMALL, *FSDP2, "stage=dpo", "stage.sync_reference_every=1", "stage.wpo=true"),
     "shared prompt": (*SMALL, *FSDP2, "stage=dpo", "data.share_prompt=true"),
     "host state": (*SMALL, *FSDP2, "parallelism.cpu_offload=true"),

@@ -21,18 +21,17 @@ ROUTER_LOSSES = ["model.moe.aux_loss=global_batch", "model.moe.z_loss_coef=0.001
 DPO_LOSSES = ["stage=dpo", "stage.loss=[sigmoid,bco_pair,sft]"]
 NADAM = ["optimizer=torch", "optimizer._target_=torch.optim.NAdam"]
 IN_PART = ["parallelism.activation_checkpointing=full", "parallelism.recompute_num_layers=1"]
-MODULES = [
-    "parallelism.activation_checkpointing=selective",
-    "parallelism.recompute_modules=[core_attn,mlp]",
-]
 TWO_EACH = "run.global_batch_size=8"  # two micro-batches on each of two ranks
 BF16 = ["run.dtype=bf16"]
 TENSORWISE = ["run.dtype=fp8", "parallelism.fp8_recipe=tensorwise"]
 GATHERED = ["parallelism=fsdp2", *TENSORWISE, "parallelism.fp8_all_gather=true"]
 
 FSDP2 = {
-    "fp32": ["parallelism=fsdp2", "run.dtype=fp32"],
-    "hsdp": ["parallelism=hsdp", "parallelism.dp_shard=2", "preflight.rank=3"],
+    "fp32 nadam": ["parallelism=fsdp2", "run.dtype=fp32", *NADAM],
+    "hsdp schedule_free": [
+        *("parallelism=hsdp", "parallelism.dp_shard=2"),
+        *("optimizer=schedule_free", "preflight.rank=3"),
+    ],
     "cp2": ["parallelism=fsdp2_cp2", "stage=dpo", "model.neftune_alpha=5.0", "preflight.rank=1"],
     "tp2cp2": ["parallelism=fsdp2_tp2cp2", "preflight.rank=3"],
     "frozen beginning": [
@@ -54,7 +53,7 @@ FSDP2 = {
     "sgd": ["parallelism=fsdp2", "optimizer=sgd", "run.log_num_zeros=true"],
     "lora": ["parallelism=fsdp2_tp2", "adapter=lora", "adapter.dropout=0.1", "stage=dpo"],
     "pissa": ["parallelism=fsdp2", "adapter=lora", "adapter.init_lora_weights=pissa"],
-    "dora": ["parallelism=fsdp2", "adapter=dora"],
+    "dora": ["parallelism=fsdp2", "adapter=dora", "parallelism.reduce_gradients=every", TWO_EACH],
     "qlora": ["parallelism=fsdp2", "adapter=qlora", "stage=dpo"],
     "fp8": ["parallelism=single", "run.dtype=fp8"],
     "fp8 gathered": [*GATHERED, "stage=dpo"],
@@ -66,7 +65,7 @@ MEGATRON = {
     "neftune": ["parallelism=tp2", "parallelism.sequence_parallel=true", "model.neftune_alpha=5.0"],
     "pp2 last": ["parallelism=pp2", "stage=dpo", "preflight.rank=1"],
     "cp2": ["parallelism=cp2", "preflight.rank=1", "data.packing=none"],
-    "tp2cp2": ["parallelism=tp2cp2", "stage=dpo", "preflight.rank=3"],
+    "tp2cp2 fp16": ["parallelism=tp2cp2", "stage=dpo", "run.dtype=fp16", "preflight.rank=3"],
     "tp2pp2dp2": ["parallelism=tp2pp2dp2", "preflight.rank=7"],
     "distributed optimizer": [
         "parallelism=megatron_dp2",

@@ -481,17 +481,16 @@ class StepMemory:
     def during_reduction(self, group: range) -> Bytes:
         """Return the bytes when FSDP2 divides the gradients of a group of blocks by 1 (see ``divides``).
 
-        Besides the reduction buffer there is its quotient, and the result. The result is already among the
-        gradients, unless it is added to earlier gradients or moved to host memory.
+        Besides the reduction buffer there is its quotient, and the result, which is among the gradients.
         """
-        first, buffers = group.start, 3 if self.adds_reduced or self.offloads else 2
+        first = group.start
         earlier = self.accumulated_grads((self.weights.root, *self.weights.blocks[:first]))
         return self.before_reduction(group) | {
             "gradients": self.sharded_grads(first)
             + earlier
             + self.weights.head * self.size
             + self.waiting_grads(first),
-            "buffers": buffers * self.trained_together(group) * FP32,
+            "buffers": 2 * self.trained_together(group) * FP32,
         }
 
     def during_embedding(self) -> Bytes:
@@ -622,13 +621,17 @@ class StepMemory:
         return (sum(part.trained for part in parts) - reduced) * FP32 if self.accumulates else 0
 
     def sharded_grads(self, first: int) -> int:
-        """Return the bytes of the gradient shards of the blocks from ``first`` on.
+        """Return the bytes of the gradient shards of the blocks from ``first`` on, which have been reduced.
 
-        If earlier micro-batches were reduced, there are shards of all gradients.
+        If earlier micro-batches were reduced, there are shards of all gradients. What replicas have reduced
+        is kept until the end of the backward pass, even if it was added to these or copied to host memory.
         """
-        parts = self.weights.parts if self.adds_reduced else self.weights.blocks[first:]
-        trained = sum(part.unsharded_trained for part in parts)
-        return 0 if self.offloads else trained * FP32 // self.shards
+        blocks = sum(part.unsharded_trained for part in self.weights.blocks[first:])
+        everything = sum(part.unsharded_trained for part in self.weights.parts)
+        held = 0 if self.offloads else everything if self.adds_reduced else blocks
+        if self.layout.dp_replicate > 1 and (self.offloads or self.adds_reduced):
+            held += blocks
+        return held * FP32 // self.shards
 
     def ep_sharded_grads(self, parts: Iterable[BlockParameters]) -> int:
         """Return the bytes of the gradient shards of experts of ``parts`` that are reduced before others."""
