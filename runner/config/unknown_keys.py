@@ -156,7 +156,7 @@ def page() -> Iterator[str]:
     """Yield the lines of docs/dictionary.md."""
     yield "# Dictionary of other tools' options"
     yield ""
-    yield "What the options of other tools are called here. An error names ours if theirs is given."
+    yield "What the options of other tools are called here. The error for such an option names ours, too."
     yield "`python -m runner.import_config llamafactory|axolotl|trl FILE` translates a whole configuration."
     for tool, options in dictionary().items():
         yield from ("", f"## {tool}", "", "| there | here | remark |", "|---|---|---|")

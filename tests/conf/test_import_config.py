@@ -23,6 +23,7 @@ from runner.config.command_line import hydra_value
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.config.unknown_keys import documents
+from runner.launch.unread_options import check_unread_options
 
 LLAMAFACTORY = """
 model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
@@ -152,7 +153,10 @@ class Answer:
                 "dataset_info": str(Path(__file__).parent / "dataset_info.json"),
                 "dataset": "chats",
             }
-        build_experiment(node, ConfigSources())
+        experiment = build_experiment(node, ConfigSources())
+        experiment.data.check_kind(experiment.stage.kind)
+        given = ConfigSources(overrides=tuple(self.words))
+        check_unread_options(experiment, node, given)
         return config
 
 
@@ -699,6 +703,32 @@ ALPACA = f"{AX}datasets: [{{path: a.jsonl, type: alpaca}}]\n"
             LF.format("pt") + "enable_thinking: true\ntrain_on_prompt: true",
             {"data.chat_template_kwargs": None},
             "",
+        ),
+        (
+            "llamafactory",
+            LF.format("dpo") + "packing: true\nmask_history: true\nlabel_smoothing_factor: 0.1",
+            {"data.packing": "none", "stage.label_smoothing": 0.0},
+            "packing: it is not read in this stage",
+        ),
+        (
+            "axolotl",
+            f"{AX}datasets: [{{path: a.txt, type: completion}}]\ntrain_on_inputs: true\n"
+            "default_system_message: x",
+            {"data.default_system": None, "data.train_on_prompt": False},
+            "",
+        ),
+        (
+            "axolotl",
+            f"{ALPACA}adapter: lora\nlora_target_linear: true\nlora_target_modules: [q_proj]\n"
+            "lr_scheduler: linear\ncosine_min_lr_ratio: 0.1\nuse_tensorboard: true\nwandb_project: p",
+            {"adapter.target_modules": "all-linear", "logger.wandb.project": "p"},
+            "'logger=[jsonl,console,wandb,tensorboard]'",
+        ),
+        (
+            "axolotl",
+            f"{AX}max_steps: 9\npretraining_dataset: [{{path: org/c4}}]\nval_set_size: 0.05",
+            {"data.streaming": True, "data.eval_fraction": 0.0},
+            "val_set_size=0.05: a stream has no data.eval_fraction",
         ),
         (
             "llamafactory",

@@ -13,7 +13,6 @@ QUICK = (
     "run.max_steps=8",
     "run.micro_batch_size=4",
     "run.eval_every=1",
-    "run.export=false",
     "scheduler=constant",
 )
 

@@ -34,7 +34,6 @@ SWEPT = (
 SWEEP = (
     *(word for word in SMALL if "num_hidden_layers" not in word),
     "run.max_steps=2",
-    "run.export=false",
     "checkpoint.model_only=true",
     "scheduler=constant",
     "scheduler._target_=tests.e2e.twelve_jobs.Breaks",

@@ -54,6 +54,12 @@ ONE_MICROBATCH = [
     *("run.micro_batch_size=1", "run.global_batch_size=8"),
 ]
 ONE_GROUP = ["parallelism.blocks_per_group=2", KEPT]
+EVERY_OF_REPLICAS = [
+    *EXPERTS,
+    *("parallelism=fsdp2", "parallelism.dp=4", "parallelism.dp_replicate=2", "parallelism.ep=2"),
+    *("run.micro_batch_size=1", "run.global_batch_size=8", "data.max_length=256"),
+    "parallelism.reduce_gradients=every",
+]
 LATENT = [
     "model=deepseek_tiny",
     *(
@@ -209,11 +215,10 @@ LARGE = {
         *("parallelism=fsdp2", "parallelism.dp=4", "parallelism.dp_replicate=2", "parallelism.ep=2"),
         *("run.micro_batch_size=1", "run.global_batch_size=4", "data.max_length=256"),
     ],
-    "experts of replicas that reduce every micro-batch": [
-        *EXPERTS,
-        *("parallelism=fsdp2", "parallelism.dp=4", "parallelism.dp_replicate=2", "parallelism.ep=2"),
-        *("run.micro_batch_size=1", "run.global_batch_size=8", "data.max_length=256"),
-        "parallelism.reduce_gradients=every",
+    "experts of replicas that reduce every micro-batch": EVERY_OF_REPLICAS,
+    "experts of replicas that reduce every micro-batch in one group": [
+        *EVERY_OF_REPLICAS,
+        "parallelism.blocks_per_group=2",
     ],
     "experts on eight ranks": [*EXPERTS, "parallelism=fsdp2", *EP8, KEPT],
     "experts of all layers in one group": [*ONE_MICROBATCH, *ONE_GROUP, "parallelism.dp_replicate=2"],

@@ -34,7 +34,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Words:
     path = tmp_path_factory.mktemp("data") / "chats.jsonl"
     write_chats(path)
     data = ("data=files", f"data.train={path}")
-    return (*SMALL, *data, *FAULTY, "run.export=false", "run.micro_batch_size=1")
+    return (*SMALL, *data, *FAULTY, "run.micro_batch_size=1")
 
 
 @pytest.fixture(scope="module")

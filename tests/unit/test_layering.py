@@ -16,7 +16,7 @@ COMPONENTS = sorted((ROOT / "components").rglob("*.py"))
 PLUGINS = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 HYDRA = {"runner/cli.py", "runner/config/instantiate.py"}
 USERS_WORDS = ("runner/records/renamed_keys.py", "runner/commands/import")
-"""Files that list keys of components or options of other tools, as users write them."""
+"""Beginnings of the paths of files that list options of other tools or former keys, as users write them."""
 CONCRETE = {"engines", "losses", "data", "models", "optimizers", "schedulers", "adapters"}
 
 LAYERS = (

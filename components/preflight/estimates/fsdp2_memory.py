@@ -635,7 +635,7 @@ class StepMemory:
 
     def ep_sharded_grads(self, parts: Iterable[BlockParameters]) -> int:
         """Return the bytes of the gradient shards of experts of ``parts`` that are reduced before others."""
-        if self.offloads or self.adds_reduced:
+        if (self.offloads or self.adds_reduced) and self.layout.dp_replicate == 1:
             return 0
         return sum(part.ep_unsharded_trained for part in parts) * FP32 // self.shards
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
-from runner.commands.importing.shared_data import KINDS_OF_FILES, files_of, held_out_share, write_alpaca
+from runner.commands.importing.shared_data import files_of, held_out_share, lost_files, write_alpaca
 from runner.commands.importing.translation import Translation, as_list
 
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "input_output": "segments"}
@@ -56,7 +56,7 @@ def axolotl_datasets(work: Translation) -> None:
         elif found[0]:
             work.words[f"data.{key}"] = found[0]
     for item in sources:
-        work.missing |= {f"datasets: {name}": why for name, why in lost(item).items()}
+        work.missing |= {f"datasets: {name}": why for name, why in (lost_files(item) | lost(item)).items()}
         if isinstance(item.get("type"), str) and format_of(item) is None and template_of(item) is None:
             work.checks["data.format"] = f"type {item['type']} is not known; the format is recognised"
     if all(item.get("type") == "alpaca" for item in sources) and "chat_template" not in work.given:
@@ -110,7 +110,11 @@ def axolotl_tests(work: Translation, tests: list[Any], trained: Config) -> None:
         work.words["data.eval"] = evaluated[0]
     elif evaluated:
         work.words["data.eval"] = {f"test{number}": path for number, path in enumerate(evaluated)}
-    splits = {item.get("split") for item in tests if any(path.startswith("hub:") for path in files_of(item))}
+    for item in tests:
+        work.missing |= {f"test_datasets: {name}": why for name, why in lost_files(item).items()}
+    default = "train" if trained.get("split") else None  # data.split names that of the trained data
+    of_hub = [item for item in tests if any(path.startswith("hub:") for path in files_of(item))]
+    splits = {item.get("split") or default for item in of_hub}
     if len(splits) == 1 and None not in splits:
         work.words["data.eval_split"] = splits.pop()
     elif len(splits) > 1:
@@ -148,8 +152,6 @@ def lost(item: Config) -> dict[str, str]:
     for name, value in detailed.items():
         if name not in READ and value is not None:
             found[f"type.{name}={value}"] = "write it in the records, or in a chat template"
-    if item.get("data_files") and item["path"] not in KINDS_OF_FILES and "ds_type" not in item:
-        found[f"data_files={item['data_files']}"] = "all of its files are read; name them in data.sources"
     for name, value in item.items():
         if name not in READ and value is not None and value not in USUAL.get(name, ()):
             found[f"{name}={value}"] = UNREAD.get(name, "use the options of data, see docs/data.md")

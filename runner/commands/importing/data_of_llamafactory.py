@@ -15,6 +15,9 @@ def dataset_info(work: Translation) -> None:
         every = [name.strip() for text in as_list(given) for name in str(text).split(",")]
         if every:
             work.words[key] = every[0] if len(every) == 1 else every
+    if work.words["stage"] not in ("pt", "sft"):
+        for name in ("packing", "neat_packing"):
+            work.skip(name, "it is not read in this stage")
     neat, packing = work.take("neat_packing"), work.take("packing")
     if work.words["stage"] == "pt":
         work.words["data.packing"] = "none" if work.given.get("packing") is False else "concat"

@@ -1,9 +1,9 @@
-"""Data of TRL, and what the data of all tools have in common."""
+"""Data of TRL."""
 
 from pathlib import Path
 
 from components.contracts.errors import ConfigError
-from runner.commands.importing.shared_data import FILES, files_of, held_out_share, place
+from runner.commands.importing.shared_data import FILES, files_of, held_out_share, lost_files, place
 from runner.commands.importing.translation import Translation, as_list
 
 
@@ -60,10 +60,12 @@ def hub_datasets(work: Translation) -> None:
         elif found[0] != default and all(path.startswith("hub:") for path in paths):
             work.words[f"data.{key}"] = found[0]
     for item in sources:
+        work.missing |= {f"datasets: {name}": why for name, why in lost_files(item).items()}
         for name in {*item} - {"path", "split", "name", "data_files", "columns"}:
             work.missing[f"datasets: {name}={item[name]}"] = "use the options of data, see docs/data.md"
     held_out_share(work, "test_split_size")
-    work.skip("dataset_test_split", "datasets has no test split of its own")
+    for name in ("dataset_test_split", "dataset_train_split", "dataset_config"):
+        work.skip(name, "it is not read with datasets")
 
 
 def files_of_split(name: object, split: str) -> str:

@@ -50,7 +50,7 @@ def choose_optimizer(work: Translation) -> None:
         if not {"adam_beta1", "adam_beta2"} & {*work.given}:
             work.words["optimizer.betas"] = [0.9, 0.95]
         work.words["optimizer.adjust_lr"] = "original"
-        work.checks["optimizer.adjust_lr"] = "axolotl makes the steps of wide matrices smaller than here"
+        work.checks["optimizer.adjust_lr"] = "on several GPUs, axolotl's Muon may scale its steps otherwise"
     elif name == "sgd":
         work.words["optimizer.momentum"] = 0.0
     elif name == "adafactor":
@@ -66,7 +66,7 @@ def choose_optimizer(work: Translation) -> None:
 
 
 def choose_schedule(work: Translation) -> None:
-    """Set the length of the run, ``optimizer.betas`` and the keys of the scheduler."""
+    """Set the length of the run and the keys of the scheduler."""
     steps, epochs = work.number("max_steps") or -1, work.number("num_train_epochs", "num_epochs") or 0.0
     key, length = ("run.max_steps", steps) if steps > 0 else ("run.epochs", epochs)
     work.words[key] = int(length) if length == int(length) else length
@@ -99,6 +99,8 @@ def choose_shape(work: Translation, shape: object) -> None:
             "without a warmup, the rate there falls over 10,000 steps; here it is optimizer.lr / sqrt(step)"
         )
     rate = as_number("learning_rate", work.left.get("learning_rate") or 0)
+    if shape not in (None, "cosine"):
+        work.skip("cosine_min_lr_ratio", "only the scheduler cosine reads it there")
     if (least := work.number("cosine_min_lr_ratio")) is not None:
         work.words["scheduler.min_lr"] = least * rate
     settings = work.left.get("lr_scheduler_kwargs")

@@ -32,6 +32,13 @@ def files_of(item: Config) -> list[str]:
     return [str(item["path"]) if "ds_type" in item else place(item["path"])]
 
 
+def lost_files(item: Config) -> dict[str, str]:
+    """Return the ``data_files`` of an entry that is a data set of the hub, with what happens instead."""
+    if not item.get("data_files") or "ds_type" in item or item["path"] in KINDS_OF_FILES:
+        return {}
+    return {f"data_files={item['data_files']}": "all of its files are read; name them in data.sources"}
+
+
 def held_out_share(work: Translation, name: str) -> None:
     share = work.number(name) or 0.0
     if share >= 1:

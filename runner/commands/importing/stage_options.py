@@ -46,6 +46,8 @@ UNREAD: Mapping[str, tuple[Sequence[str], str]] = {
     "pref_loss": (["kto"], "the loss of this stage does not read it there"),
     "enable_thinking": (["pt"], "a document has no turns"),
     "default_system": (["pt"], "a document has no turns"),
+    "default_system_message": (["pt"], "a document has no turns"),
+    "mask_history": (["pt", *OF_PAIRS], "this stage has no conversations of several answers"),
     "train_on_inputs": (["pt", "rm"], "this stage has no prompts that are left out"),
     "train_on_prompt": (["pt", "rm"], "this stage has no prompts that are left out"),
 }
@@ -150,6 +152,8 @@ def choose_adapter(work: Translation) -> None:
     if adapter != "none":
         work.words["adapter"] = adapter
         choose_dropout(work)
+    if work.left.get("lora_target_linear"):
+        work.skip("lora_target_modules", "lora_target_linear names all linear layers")
     if not work.left.get("pissa_init"):
         work.skip("pissa_iter", "pissa_init is off")
     elif (iterations := work.take("pissa_iter")) != -1:

@@ -24,7 +24,7 @@ from runner.commands.importing.stage_options import (
     choose_reference,
     choose_stage,
 )
-from runner.commands.importing.translation import Translation
+from runner.commands.importing.translation import Translation, as_list
 from runner.config.unknown_keys import dictionary, documents
 
 TOOLS: Mapping[str, Callable[[Translation], None]] = {
@@ -43,8 +43,8 @@ def translate(tool: str, options: Config, ranks: int | None, stage: str | None, 
     """Return the command for the options of ``tool``; ``file`` is their source, for messages.
 
     Raises:
-        ConfigError: if an option is unknown or has a wrong value, the model, the data or the stage is
-            missing, the stage does not exist here, or a file of LLaMA-Factory is not for training.
+        ConfigError: if an option is probably misspelt or has a wrong value, the model, the data or the stage
+            is missing, the stage does not exist here, or a file of LLaMA-Factory is not for training.
     """
     given = {name: value for name, value in options.items() if value is not None and value != ""}
     # YAML reads the strategy "no" as false.
@@ -75,11 +75,10 @@ def translate(tool: str, options: Config, ranks: int | None, stage: str | None, 
         work.missing[f"seed={work.given['seed']}"] = "run.seed, which data_seed sets, is that of everything"
         work.left["seed"] = work.left.pop("data_seed")
     TOOLS[tool](work)
+    choose_loggers(work)
     for name in list(work.left):
         translate_option(work, name)
-    if any(name.startswith("metric_for_best_model=") for name in work.missing):
-        for key in [key for key in work.words if key.startswith(("checkpoint.keep_best", "early_stopping."))]:
-            del work.words[key]  # they would watch the loss, in the direction of the other metric
+    leave_out_other_metric(work)
     leave_out_of_adapter(work)
     leave_out_of_streams(work)
     name_runs(work)
@@ -89,8 +88,6 @@ def translate(tool: str, options: Config, ranks: int | None, stage: str | None, 
         work.checks["checkpoint.keep_best"] = (
             "the export of a run is of its last step; the summary of the run has the command for the best"
         )
-    if any(key.startswith("logger.wandb.") for key in work.words):
-        work.words["logger"] = "[jsonl,console,wandb]"
     leave_out_unread(work)
     places = {key: (*(key.split(".")[0] != group for group in GROUPS), "." in key) for key in work.words}
     work.words = {key: work.words[key] for key in sorted(work.words, key=places.__getitem__)}
@@ -154,12 +151,39 @@ def leave_out_of_adapter(work: Translation) -> None:
             work.needless.update(dict.fromkeys(work.names_of(key), "the saved adapter has it"))
 
 
+def choose_loggers(work: Translation) -> None:
+    """Set ``logger`` if a tracker is chosen, or has options."""
+    named = {str(name) for name in as_list(work.take("report_to"))}
+    wandb = work.take("use_wandb") or any(name.startswith("wandb_") for name in work.left)
+    chosen = {"wandb": bool(wandb) or "wandb" in named, "tensorboard": "tensorboard" in named}
+    chosen["tensorboard"] |= bool(work.take("use_tensorboard"))
+    if any(chosen.values()):
+        names = ["jsonl", "console", *(name for name, used in chosen.items() if used)]
+        work.words["logger"] = f"[{','.join(names)}]"
+    for name in sorted(named - {"none", "wandb", "tensorboard"}):
+        work.missing[f"report_to={name}"] = "use logger=[jsonl,console,wandb]"
+
+
+def leave_out_other_metric(work: Translation) -> None:
+    """Remove what would watch the loss, in the direction of another metric, which does not exist here."""
+    if not any(name.startswith("metric_for_best_model=") for name in work.missing):
+        return
+    for key in [key for key in work.words if key.startswith(("checkpoint.keep_best", "early_stopping."))]:
+        del work.words[key]
+        for name in {*work.names_of(key)} - {"metric_for_best_model"}:
+            work.lacks(name, "it is of a metric that does not exist here")
+
+
 def leave_out_of_streams(work: Translation) -> None:
     """Remove the overrides that count epochs of a stream, or that only a stream reads."""
     if work.words.get("data.streaming") is not True:
         if work.words.pop("data.buffer_size", None) is not None:
             work.needless.update(dict.fromkeys(work.names_of("data.buffer_size"), "it is that of a stream"))
         return
+    for key in ("data.eval_fraction", "data.drop_last"):
+        if work.words.pop(key, None) is not None:
+            for name in work.names_of(key):
+                work.lacks(name, f"a stream has no {key}; give data.eval for evaluations")
     for key in [key for key in work.words if key.endswith("_every_epochs") or key == "run.epochs"]:
         del work.words[key]
         steps = "run.max_steps" if key == "run.epochs" else key.removesuffix("_epochs")

@@ -90,7 +90,7 @@ def as_number(name: str, value: Any) -> float:
 
 def is_off(value: object) -> bool:
     """Return whether a value says that an option is not used, which null, absent here, says too."""
-    return str(value).lower() in ("none", "false", "no", "0", "[]", "{}")
+    return str(value).lower() in ("none", "false", "no", "0", "0.0", "[]", "{}")
 
 
 def as_list(value: object) -> list[Any]:
