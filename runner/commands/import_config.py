@@ -46,9 +46,10 @@ def import_config(arguments: Sequence[str]) -> None:
     if tool not in TOOLS:
         raise ConfigError(f"{tool}: is not a tool; give {', '.join(TOOLS)}. {usage}")
     given = parse_pairs(pairs, KEYS)
-    options, found = read(tool, Path(expand_home("FILE", name)))
+    path = Path(expand_home("FILE", name))
+    options, found = read(tool, path)
     if tool == "trl":
-        found = take_ranks(options, Path(name)) | found
+        found = take_ranks(options, path) | found
     ranks = given.get("ranks") or found.get("ranks")
     count = whole_number({"ranks": ranks}, "ranks", 1, least=1) if ranks else None
     result = translate(tool, options, count, given.get("stage") or found.get("stage"), name)
@@ -126,25 +127,29 @@ def command_line(text: str, path: Path) -> tuple[Json, dict[str, str]]:
         if isinstance(each, int) and isinstance(nodes, int):  # not "gpu", nor a range of nodes such as 1:4
             found["ranks"] = str(each * nodes)
     if "config" in options:  # TRL's file of options, which those of the command line override
-        named = Path(expand_home("config", str(options.pop("config"))))
-        options = read_options(named if named.is_file() else path.parent / named) | options
+        options = read_options(named_in(path, "config", options.pop("config"))) | options
     return options | {name: launcher[name] for name in ACCELERATE if name in launcher}, found
 
 
 def take_ranks(options: Json, path: Path) -> dict[str, str]:
-    """Replace accelerate's ``options`` by the one of the Trainer for its file; return the ``ranks`` they say.
+    """Take accelerate's options out of ``options``, which ``path`` gives; return the ``ranks`` that they set.
 
-    ``path`` is the file of the options, in whose folder accelerate's file may be.
+    Accelerate's own file becomes the Trainer's ``fsdp_config``, which has the same options.
     """
     count, *files = (options.pop(name, None) for name in ACCELERATE)
     config = next((file for file in files if file is not None), None)
     if config is not None:
         options["fsdp_config"] = config
-        named = Path(expand_home("config_file", str(config)))
-        named = named if named.is_file() else path.parent / named
+        named = named_in(path, "config_file", config)
         if count is None and named.is_file():
             count = read_options(named).get("num_processes")
     return {"ranks": str(count)} if isinstance(count, int) else {}
+
+
+def named_in(path: Path, option: str, name: object) -> Path:
+    """Return the file that ``option`` of ``path`` names, from the working directory or from path's folder."""
+    named = Path(expand_home(option, str(name)))
+    return named if named.is_file() else path.parent / named
 
 
 def flags(words: Sequence[str]) -> Json:

@@ -156,7 +156,8 @@ def page() -> Iterator[str]:
     """Yield the lines of docs/dictionary.md."""
     yield "# Dictionary of other tools' options"
     yield ""
-    yield "What the options of other tools are called here. The error for such an option names ours, too."
+    yield "The options of other training tools, and what they are called here. If you give this program an"
+    yield "option of another tool, the error message names the option of this program."
     yield "`python -m runner.import_config llamafactory|axolotl|trl FILE` translates a whole configuration."
     for tool, options in dictionary().items():
         yield from ("", f"## {tool}", "", "| there | here | remark |", "|---|---|---|")

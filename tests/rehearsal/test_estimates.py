@@ -466,7 +466,7 @@ def test_recomputed_modules_are_estimated(name: str, tmp_path: Path) -> None:
 
 
 def check_offloading(offloaded: Rehearsed, kept: Rehearsed) -> None:
-    """The peak falls by what is in host memory, but for two resident blocks. The host never waits."""
+    """Check that the peak falls by what is in host memory, except two blocks, and no wait of the host."""
     assert offloaded.estimate == pytest.approx(offloaded.peak, rel=WITHIN)
     (memory,) = offloaded.sections["memory"]
     assert kept.peak - offloaded.peak > 0.5 * memory["activations (host)"]

@@ -13,6 +13,7 @@ from tests.rehearsal.test_layouts import FSDP2, MEGATRON
 
 CONF = Path(config_dir())
 DEFAULTS = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+ROWS = {"fsdp2": FSDP2, "megatron": MEGATRON}
 ESTIMATED = [
     *LARGE.values(),
     *RECOMPUTED_MLPS.values(),
@@ -54,9 +55,6 @@ def of_engine(engine: str) -> list[list[str]]:
         words for words in ESTIMATED if chosen(words, "parallelism").startswith(named) == (engine == "fsdp2")
     ]
     return [*ROWS[engine].values(), *own]
-
-
-ROWS = {"fsdp2": FSDP2, "megatron": MEGATRON}
 
 
 def keys_set(words: Sequence[str], defaults: Mapping[str, Any]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Functions that insert peft's layers into a model, name them as on disk, and switch them off."""
+"""Functions that insert peft's layers into a model and name them as on disk."""
 
 import copy
 from collections.abc import Collection

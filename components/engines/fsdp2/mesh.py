@@ -26,9 +26,10 @@ def make_mesh(device: torch.device, *, dp_replicate: int, cp: int, tp: int) -> D
 
 
 def weight_mesh(mesh: DeviceMesh, ep: int = 1) -> DeviceMesh:
-    """Return the mesh for parameters, which are sharded over both dp_shard and cp ranks.
+    """Return the mesh for parameters: (dp_replicate, dp_shard x cp, tp), since cp ranks hold shards too.
 
-    It is that for parameters of experts if ``ep`` is above 1: groups of ``ep`` neighbours split the experts.
+    With ``ep`` above 1, return that for parameters of experts, which groups of ``ep`` neighbours split:
+    (dp_replicate, dp_shard x cp / ep, ep, tp).
     """
     replicate, shard, cp, tp = mesh.shape
     if cp == ep == 1:

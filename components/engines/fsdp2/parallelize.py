@@ -215,7 +215,8 @@ def build_model(
     scorer = LogProbModel(
         spec.build(spec.config(), attention=attention), ContextParallel(ranks.get_group(CONTEXT))
     )
-    mesh, experts = weight_mesh(ranks), weight_mesh(ranks, layout.ep)
+    mesh = weight_mesh(ranks)
+    experts = weight_mesh(ranks, layout.ep) if layout.ep > 1 else mesh
     described = None if adapter is None else describe_adapter(adapter, scorer.lm)
     quantized = set() if adapter is None else adapter.quantized_weights(scorer.lm)
     group_experts(scorer.lm, experts, adapter)

@@ -623,8 +623,9 @@ class StepMemory:
     def sharded_grads(self, first: int) -> int:
         """Return the bytes of the gradient shards of the blocks from ``first`` on, which have been reduced.
 
-        If earlier micro-batches were reduced, there are shards of all gradients. What replicas have reduced
-        is kept until the end of the backward pass, even if it was added to these or copied to host memory.
+        If earlier micro-batches were reduced, there are shards of all gradients. Replicas keep the buffers of
+        their all-reduces until the end of the backward pass, even if these were added to such shards or
+        copied to host memory.
         """
         blocks = sum(part.unsharded_trained for part in self.weights.blocks[first:])
         everything = sum(part.unsharded_trained for part in self.weights.parts)

@@ -12,7 +12,7 @@ FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "in
 """Type of an axolotl data set -> our format. Types that begin with ``chat_template`` are not among them."""
 TEMPLATES = ("chatml", "llama3")
 """Types of pairs of answers begin with one of these, a dot, and the name of the fields: ``chatml.intel``."""
-PAIRS = {
+COLUMNS_OF_PAIRS = {
     "intel": {"prompt": "question"},
     "icr": {"prompt": "input"},
     "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
@@ -87,8 +87,8 @@ def axolotl_rows(work: Translation, sources: list[Any]) -> None:
         work.take("sample_packing", "excess_length_strategy")
         work.words["data.packing"] = "concat"
         work.checks["data.packing"] = (
-            "axolotl cuts a long document into pieces; here documents follow each other in rows of "
-            "data.max_length tokens"
+            "axolotl cuts a long document into pieces; here all documents are joined and cut every "
+            "data.max_length tokens, so that an epoch may have another number of steps"
         )
     named = {template for item in sources if (template := template_of(item))}
     if named:
@@ -188,7 +188,7 @@ def columns_of(item: Config) -> dict[str, object]:
         "content": mapped.get("content", item.get("message_field_content")),
         "train": item.get("message_field_training"),
         **{key: detailed.get(f"field_{key}") for key in FIELDS},
-        **(PAIRS.get(str(item["type"]).partition(".")[2], {}) if template_of(item) else {}),
+        **(COLUMNS_OF_PAIRS.get(str(item["type"]).partition(".")[2], {}) if template_of(item) else {}),
     }
     return {ours: theirs for ours, theirs in found.items() if theirs not in (None, ours)}
 

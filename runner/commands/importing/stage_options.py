@@ -41,15 +41,15 @@ def choose_stage(work: Translation, stage: str | None, file: str) -> None:
 
 
 OF_PAIRS = ("rm", "dpo", "kto", "orpo", "cpo", "simpo")
-UNREAD: Mapping[str, tuple[Sequence[str], str]] = {
+UNREAD_THERE: Mapping[str, tuple[Sequence[str], str]] = {
     "label_smoothing_factor": (OF_PAIRS, "the loss of this stage does not read it there"),
     "pref_loss": (["kto"], "the loss of this stage does not read it there"),
     "enable_thinking": (["pt"], "a document has no turns"),
     "default_system": (["pt"], "a document has no turns"),
     "default_system_message": (["pt"], "a document has no turns"),
     "mask_history": (["pt", *OF_PAIRS], "this stage has no conversations of several answers"),
-    "train_on_inputs": (["pt", "rm"], "this stage has no prompts that are left out"),
-    "train_on_prompt": (["pt", "rm"], "this stage has no prompts that are left out"),
+    "train_on_inputs": (["pt", "rm"], "this stage masks no prompts"),
+    "train_on_prompt": (["pt", "rm"], "this stage masks no prompts"),
 }
 """Option -> the stages in which the other tool does not read it either, and the reason."""
 
@@ -57,7 +57,7 @@ UNREAD: Mapping[str, tuple[Sequence[str], str]] = {
 def choose_loss(work: Translation) -> None:
     """Translate the options of the loss whose meaning depends on the stage."""
     stage = work.words["stage"]
-    for name, (stages, why) in UNREAD.items():
+    for name, (stages, why) in UNREAD_THERE.items():
         if stage in stages:
             work.skip(name, why)
     if work.tool == "trl" and stage == "sft":
@@ -79,8 +79,8 @@ def choose_loss(work: Translation) -> None:
             continue
         work.words["model.moe.aux_loss"] = "switch"
         work.checks["model.moe.aux_loss_coef"] = (
-            f"give {strength:g} x K / L, with K experts per token and L layers, for the same strength; leave "
-            "both keys out for a model without experts"
+            f"{strength:g} there is as strong as {strength:g} * K / L here, with K experts per token and L "
+            "layers; if the model has no experts, leave out model.moe.aux_loss and model.moe.aux_loss_coef"
         )
 
 
