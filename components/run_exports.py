@@ -7,7 +7,14 @@ EXPORTS = ("export", "*/export", "*/*/export")
 
 
 def hint_for_run(folder: Path) -> str:
-    """Return a sentence that names the export of the newest run in ``folder``; "" if there is none."""
+    """Return a sentence that names the export of the newest run in ``folder``; "" if there is none.
+
+    If ``folder`` is an adapter, it says how to train or export it.
+    """
+    if (folder / "adapter_config.json").is_file():
+        return (
+            f" It is an adapter: use adapter=lora adapter.path={folder}, with its base model in model.path."
+        )
     paths = (path for pattern in EXPORTS for path in folder.glob(pattern))
     found = [path for path in paths if (path.parent / "run.json").is_file()]
     newest = max(found, key=lambda path: path.parent.name, default=None)

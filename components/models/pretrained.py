@@ -95,7 +95,10 @@ def pretrained_weights(
 
 def completed(weights: WeightSource, drawn: WeightSource, lacking: set[str], folder: Path) -> WeightSource:
     """Return a source of ``weights`` that takes the names ``lacking`` in ``folder`` from ``drawn``."""
-    message = "%s: has no %s (%d lacking): these weights, which language models lack, begin at random."
+    message = (
+        "%s: has no %s (%d lacking). Unless an adapter or a checkpoint has these weights, they begin at "
+        "random."
+    )
     log.warning(message, folder, min(lacking), len(lacking))
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from components.contracts.data import BatchShard
 from components.contracts.json_types import Config
+from components.data.loader import PreparedData
 from components.preflight.config_keys import key_rows
 from components.preflight.engine_layouts import mesh_info
 from components.preflight.estimates.step_time import StepWork, parameter_counts, step_time, step_work
@@ -43,14 +44,14 @@ class Report:
         whole = [name for name in self.sections if name not in IN_A_LINE]
         short = Table.grid(padding=(0, 2))
         for name in IN_A_LINE:
-            if name in self.lines:
+            if self.lines.get(name):
                 short.add_row(name, self.lines[name])
         return Group(*(tabulate(name, self.sections[name]) for name in whole), short)
 
 
 NO_FORECAST = "none of memory and time: the layout, the optimizer or the adapter is of a class of your own"
 
-IN_A_LINE = ("groups", "keys", "plan")
+IN_A_LINE = ("groups", "keys", "plan", "short rows")
 
 
 def survey(case: Candidate | None, config: Config) -> Report:
@@ -151,6 +152,7 @@ def summary_lines(case: Candidate, work: StepWork, sections: Mapping[str, Sectio
             f"{workload.num_microbatches} micro-batch(es) x {case.micro_batch_size} row(s); about "
             f"{work.tokens:,.0f} tokens, {work.labels:,.0f} labels"
         ),
+        "short rows": short_rows_line(case),
         "parameters": f"{size_line(case)}, {trained} trained",
         "memory": (
             f"{as_size(most.total)} of {as_size(device.memory)} ({device.name}){stage}: "
@@ -201,9 +203,25 @@ def length_line(case: Candidate) -> str:
     share = loader.epoch(1)
     if case.data.streamed or share is None:
         return f"{case.data.num_steps:,} steps of a stream"
+    assert isinstance(case.data, PreparedData)
+    _, plans = case.data.train.open()
+    rows, size = plans.rows(0), case.data.global_batch_size
+    short = f"; an epoch has {rows} of the {size} rows of a step" if rows < size else ""
     return (
-        f"{case.data.num_steps:,} steps, {case.data.num_steps * share:,.2f} epochs of {1 / share:,.0f} steps"
+        f"{case.data.num_steps:,} steps, {case.data.num_steps * share:,.2f} epochs of "
+        f"{1 / share:,.0f} steps{short}"
     )
+
+
+def short_rows_line(case: Candidate) -> str:
+    """Return how far the data fills the largest micro-batch; "" if at least half."""
+    assert isinstance(case.data, PreparedData)
+    shape, (tokens, _) = case.microbatch, case.data.train.open()
+    each = tokens.sequences_per_sample if case.data.packing != "none" else 1
+    used, most = shape.rows * shape.length, shape.rows * each * case.max_length // case.cut
+    if 2 * used >= most:
+        return ""
+    return f"the largest micro-batch has {used:,} of at most {most:,} tokens; the forecast is of this data"
 
 
 def tabulate(name: str, section: Section) -> Table:

@@ -121,9 +121,12 @@ def resolve_reference(
             "reference; use stage.reference=frozen, or train an adapter (adapter=lora)."
         )
     if choice == "adapter_off" and saved:
+        continues = getattr(adapter, "path", None) is not None
+        merge = "merge it (python -m runner.export) and set stage.reference_path, or " if continues else ""
         raise ConfigError(
             "stage.reference: is adapter_off, but adapter.modules_to_save trains whole modules, which cannot "
-            "be switched off; use stage.reference=frozen or precomputed."
+            f"be switched off; {merge}use stage.reference=frozen or precomputed, which is the model without "
+            "any adapter."
         )
     if path is None and choice in ("frozen", "precomputed") and getattr(adapter, "quantize", None):
         raise ConfigError(

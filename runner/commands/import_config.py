@@ -111,15 +111,15 @@ def command_line(text: str, path: Path) -> tuple[Json, dict[str, str]]:
     """
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     found: dict[str, str] = {}
-    start = 0
+    end = start = 0  # of the launcher's words, and of the script's options
     for number, word in enumerate(words):
         if (script := SCRIPT.search(word)) and not words[number - 1].startswith("--"):
             found["stage"] = "rm" if script[1] == "reward" else script[1]
-        if word.endswith(".py") or (number and words[number - 1] == "trl"):
-            start = number + 1
+        is_trl = number > 0 and words[number - 1] == "trl"  # trl sft: two words that name the script
+        if word.endswith(".py") or is_trl:
+            end, start = number - is_trl, number + 1
             break
-    # The script itself is not the value of the launcher's last option.
-    launcher, options = flags(words[: max(start - 1, 0)]), flags(words[start:])
+    launcher, options = flags(words[:end]), flags(words[start:])
     if stray := options.pop("", None):
         raise ConfigError(f"{path}: {stray} is not --OPTION; give the command line of one training script.")
     for name in {*PER_NODE} & {*launcher}:

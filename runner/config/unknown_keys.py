@@ -6,6 +6,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 
@@ -126,7 +127,15 @@ def unknown_key(key: str, source: str, known: Iterable[str]) -> ConfigError:
     if key in RENAMED:
         return ConfigError(f"{key} ({source}): is {RENAMED[key]} now; use that name.")
     options = sorted(known)
-    hint = counterpart(key) or reason(key, options) or did_you_mean(key, options)
+    group, _, name = key.rpartition(".")
+    if source.startswith("conf/experiment/"):  # written for another option of the group
+        return ConfigError(
+            f"{key} ({source}): the chosen option of {group} has no such key; choose another one, or leave "
+            "the experiment out."
+        )
+    groups = [option.rpartition(".")[0] for option in options if last_name(option) == name]
+    misspelt = did_you_mean(key, options) if get_close_matches(group, groups) else None
+    hint = misspelt or counterpart(key) or reason(key, options) or did_you_mean(key, options)
     if hint.startswith("known: ") and len(options) > MOST_LISTED:
         hint = (
             "`python -m runner --cfg job` prints all keys, and docs/dictionary.md names other tools' options."

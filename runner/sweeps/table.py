@@ -23,8 +23,10 @@ def print_table(records: Sequence[JobRecord], console: Console) -> None:
     console.print(wide if fits else sweep_table(records, folders=False))
     for record in records:
         if record.error:
-            last = record.error.rstrip().splitlines()[-1].strip()
-            console.print(Text(f"job {record.number} {record.status}: {last}"), soft_wrap=True)
+            lines = record.error.strip().splitlines()
+            # A mistake may have its remedy in a second line; the last line of a traceback is the exception.
+            shown = " ".join(lines) if record.status == "invalid" else lines[-1].strip()
+            console.print(Text(f"job {record.number} {record.status}: {shown}"), soft_wrap=True)
 
 
 def sweep_table(records: Sequence[JobRecord], *, folders: bool) -> Table:

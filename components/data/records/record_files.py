@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from glob import glob, has_magic
 from itertools import chain
 from pathlib import Path
@@ -120,7 +121,9 @@ def _matches(path: str) -> list[Path]:
     found = [place for place in every if folders.isdisjoint(place.parents)]
     if not found:
         what = "matches no file" if has_magic(path) else "no such file or folder"
-        raise ConfigError(f"{path}: {what}. Check the path in data.train, data.eval or prompts.")
+        near = get_close_matches(source.name, [other.name for other in source.parent.glob("*")], n=1)
+        hint = f" Did you mean {source.with_name(near[0])}?" if near else ""
+        raise ConfigError(f"{path}: {what}. Check the path in data.train, data.eval or prompts.{hint}")
     return found
 
 
@@ -225,7 +228,9 @@ def _read_jsonl(path: Path, reading: Reading) -> Iterator[Item]:
 
 
 def _malformed(origin: str, error: json.JSONDecodeError) -> RecordError:
-    return RecordError(f"{origin}: malformed JSON ({error.msg}, column {error.colno}). Correct this line.")
+    # A line that is cut ends where the error is; json counts from the next line then.
+    column = error.colno if error.lineno > 1 else error.pos + 1
+    return RecordError(f"{origin}: malformed JSON ({error.msg}, column {column}). Correct this line.")
 
 
 def _object(record: object, origin: str) -> Record | Unreadable:

@@ -121,9 +121,11 @@ class Template:
             elif i not in calling and drops([*messages[:i], other, *messages[i + 1 :]]):
                 raise self.error(f"does not render message {i}, of the role {message['role']}")
 
-    def error(self, what: str, remedy: str = "Change the record, or name another tokenizer.") -> RecordError:
-        name = self.tokenizer.name_or_path
-        return RecordError(f"{self.origin}: the chat template of model.tokenizer={name} {what}.\n{remedy}")
+    def error(self, what: str, remedy: str = "Change the record") -> RecordError:
+        where = f"model.chat_template, else that of model.tokenizer={self.tokenizer.name_or_path}"
+        return RecordError(
+            f"{self.origin}: the chat template {what}.\n{remedy}, or use another template ({where})."
+        )
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def _locate(chat: Conversation, turn: int) -> Span:
     if start is None or end is None or start >= end:
         raise chat.template.error(
             f"rewrites the text so that message {turn}, the assistant's, cannot be located in it",
-            "Put {% generation %} marks around its assistant turns, or name another tokenizer.",
+            "Put {% generation %} marks around its assistant turns",
         )
     return start, end
 

@@ -12,7 +12,7 @@ from components.models.experts import number_of_experts
 from components.optimizers import SGD
 from components.preflight.engine_layouts import EngineLayout
 from components.preflight.estimates.step_time import StepTime, StepWork, step_time, step_work
-from components.preflight.forecast_report import Report, device_section
+from components.preflight.forecast_report import Report, device_section, short_rows_line
 from components.preflight.formatting import as_seconds, as_size
 from components.preflight.search.candidate import Candidate
 from components.preflight.search.fsdp2_layouts import enumerate_layouts as fsdp2_layouts
@@ -133,4 +133,7 @@ def plan(case: Candidate, devices: int) -> Report:
         f"{as_seconds(row['seconds'])} a step, {as_size(row['memory'])} a rank: {row['overrides']}"
         for row in rows
     ]
-    return Report({"device": device_section(case), "plan": rows}, {"plan": "\n".join(texts)})
+    return Report(
+        {"device": device_section(case), "plan": rows},
+        {"plan": "\n".join(texts), "short rows": short_rows_line(case)},
+    )

@@ -30,11 +30,15 @@ def choose_stage(work: Translation, stage: str | None, file: str) -> None:
         streamed = "pretraining_dataset" in work.given
         documents = sources and all(item.get("type") == "completion" for item in sources)
         theirs = "pt" if streamed or documents else "sft"
+    if theirs is None and {"desirable_weight", "undesirable_weight"} & {*work.given}:
+        theirs = "kto"  # no other stage of TRL has them
     if theirs == "ipo":
         theirs, work.words["stage.loss"] = "dpo", "ipo"
     chosen = stage or theirs
     if chosen is None:
-        raise ConfigError(f"stage: {file} does not say it; give stage=sft, rm, dpo, kto, orpo or cpo.")
+        raise ConfigError(
+            f"stage: {file} does not say it; add it to the command, as stage=sft, rm, dpo, kto, orpo or cpo."
+        )
     if not Path(config_dir(), "stage", f"{chosen}.yaml").is_file():
         raise ConfigError(f"stage: {chosen} of {file} does not exist here; give another one, as stage=sft.")
     work.words["stage"] = chosen
