@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from components.adapters.lora_config import INITIAL, A, B, LoRA, initial_name
@@ -49,7 +49,9 @@ def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, 
             file.unlink()
         peft_config(adapter.exported, model, spec).save_pretrained(str(path))
         if adapter.quantize is not None:
-            nf4.write_quantization_config(path)
+            quantized = adapter.quantized_weights(model)
+            linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+            nf4.write_quantization_config(path, [n for n in linear if f"{n}.weight" not in quantized])
         shutil.copymode(path / CONFIG, path / TENSORS)  # safetensors lets only the owner read its files
     if dist.is_initialized():
         dist.barrier()

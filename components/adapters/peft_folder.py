@@ -26,6 +26,7 @@ PREFIX = "base_model.model."
 HARMLESS = {
     "auto_mapping",
     "base_model_name_or_path",
+    "eva_config",
     "inference_mode",
     "init_lora_weights",
     "lora_alpha",
@@ -100,12 +101,15 @@ def read_settings(path: str) -> Json:
         as_type(Settings, config)
     except ValueError as error:
         raise ConfigError(f"adapter.path: {path}/{CONFIG}: {error}; correct it.") from error
+    saved = config.get("modules_to_save") or ()
+    if config.get("task_type") == "SEQ_CLS":  # for which peft names the heads of all architectures
+        saved = [name for name in saved if name != "classifier"]
     return {
         "r": config.get("r", 8),  # peft's own defaults
         "alpha": config.get("lora_alpha", 8),
         "target_modules": tuple(sorted(target)),
         "rslora": bool(config.get("use_rslora")),
-        "modules_to_save": tuple(config.get("modules_to_save") or ()),
+        "modules_to_save": tuple(saved),
         "dora": bool(config.get("use_dora")),
     }
 

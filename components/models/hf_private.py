@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-CHECKED = {"transformers": ">=5.12,<5.25", "peft": ">=0.17,<0.22"}
+CHECKED = {"transformers": ">=5.12,<5.25", "peft": ">=0.18,<0.22"}
 """The releases with which this file was tested."""
 
 

@@ -6,7 +6,7 @@ in both directions.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,8 +32,9 @@ CONFIG = "quantization_config.json"
 SETTINGS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
-def write_quantization_config(folder: Path) -> None:
-    (folder / CONFIG).write_text(json.dumps(SETTINGS, indent=2) + "\n")
+def write_quantization_config(folder: Path, skipped: Sequence[str]) -> None:
+    """Write the file for a base model whose linear layers are in 4 bits, except those named ``skipped``."""
+    (folder / CONFIG).write_text(json.dumps({**SETTINGS, "llm_int8_skip_modules": skipped}, indent=2) + "\n")
 
 
 def has_config(folder: Path) -> bool:

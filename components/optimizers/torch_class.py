@@ -5,6 +5,7 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -62,6 +63,11 @@ class TorchClass:
     def __post_init__(self) -> None:
         check_at_least_zero("optimizer", self, "lr", "weight_decay", "max_grad_norm")
         check_groups(self.groups, self.lr)
+        if (least := self.options.get("min_8bit_size", 0)) > prod(SHAPE):
+            raise ConfigError(
+                f"optimizer.min_8bit_size: is {least}, but the state of {self.name} is found in updates of a "
+                f"matrix of {prod(SHAPE)} elements; use at most that."
+            )
         decays = self.weight_decay or any(group.weight_decay for group in self.groups)
         if decays and "weight_decay" not in arguments(self.optimizer):
             raise ConfigError(
@@ -219,13 +225,19 @@ def describe_class(target: type[torch.optim.Optimizer]) -> Callable[..., TorchCl
     have.
 
     Raises:
-        ConfigError: if the class has no learning rate.
+        ConfigError: if the class has no learning rate, or has an argument of the name of a key that all
+            optimizers have here.
     """
     parameters = arguments(target)
     if "lr" not in parameters:
         raise ConfigError(
             f"optimizer._target_: {target.__qualname__} has no argument lr, which the scheduler sets; "
             "choose another class."
+        )
+    if own := {"max_grad_norm", "groups"} & {*parameters}:
+        raise ConfigError(
+            f"optimizer._target_: {target.__qualname__} has an argument {min(own)} of its own, which "
+            f"optimizer.{min(own)} does not set; use a subclass without it."
         )
 
     def describe(**options: Any) -> TorchClass:

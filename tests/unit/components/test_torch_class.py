@@ -124,6 +124,7 @@ def test_the_arguments_of_the_class_are_keys() -> None:
         (torch.optim.RAdam, {"betas": [2.0, 0.9]}, "RAdam cannot update .*beta.*2.0.* Change its options"),
         (torch.optim.Rprop, {"weight_decay": 0.1}, "optimizer.weight_decay: .*Rprop does not have it"),
         (torch.optim.RAdam, {"lr": -1.0}, "optimizer.lr: must be a number of at least 0"),
+        (AdamW8bit, {"min_8bit_size": 6145}, "optimizer.min_8bit_size: is 6145, .*use at most that"),
     ],
 )
 def test_refuses_what_cannot_train(kind: Any, options: dict[str, Any], message: str) -> None:
@@ -131,13 +132,19 @@ def test_refuses_what_cannot_train(kind: Any, options: dict[str, Any], message: 
         described(kind)(**{"lr": 1e-2} | options)
 
 
-def test_refuses_a_class_without_a_learning_rate() -> None:
+def test_refuses_a_class_whose_arguments_it_cannot_set() -> None:
     class Fixed(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {})
 
+    class Clipping(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float = 0.1, max_grad_norm: float = 1.0) -> None:
+            super().__init__(params, {"lr": lr, "max_grad_norm": max_grad_norm})
+
     with pytest.raises(ConfigError, match="Fixed has no argument lr, which the scheduler sets"):
         described(Fixed)
+    with pytest.raises(ConfigError, match="Clipping has an argument max_grad_norm of its own"):
+        described(Clipping)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from components.adapters import LoRA, export_adapter, lora
 from components.adapters.peft_export import peft_config
@@ -193,6 +194,30 @@ def test_an_adapter_of_a_quantised_model_is_not_trained_on_another(folder: Path,
         continued(quantised)
     assert continued(quantised, quantize="nf4").quantize == "nf4"
     assert continued(folder, quantize="nf4").quantize == "nf4", "peft's own folders do not say it"
+
+
+def test_adapters_as_peft_saves_them(folder: Path, tmp_path: Path) -> None:
+    """For a classifier, peft names the heads of all architectures; EVA leaves the base model unchanged."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    theirs = {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
+    eva = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | theirs | eva))
+    assert continued(tmp_path).modules_to_save == ("score",)
+
+
+def test_a_module_trained_in_full_is_not_in_4_bits(tmp_path: Path) -> None:
+    """transformers loads the base with the settings of the export, and peft the adapter on it."""
+    description, saved = spec("llama"), "model.layers.1.mlp.up_proj"
+    adapter = described(target_modules=("q_proj",), modules_to_save=(saved,), quantize="nf4")
+    export_adapter(adapter, description, random_tensors(adapter, description).items(), tmp_path / "a")
+    description.build(description.config()).to_empty(device="cpu").save_pretrained(tmp_path / "b")
+    settings = json.loads((tmp_path / "a" / nf4.CONFIG).read_text())
+    coarse = BitsAndBytesConfig(**settings)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "b", quantization_config=coarse, device_map="cpu")
+    trained = PeftModel.from_pretrained(base, tmp_path / "a").base_model.model
+    linear = {name for name, module in trained.named_modules() if type(module) is nn.Linear}
+    kept = {name for name in linear if "lora" not in name}
+    assert kept == {"lm_head", f"{saved}.original_module", f"{saved}.modules_to_save.default"}
 
 
 def test_names_are_asked_for_in_any_order(folder: Path) -> None:
