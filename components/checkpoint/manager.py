@@ -80,6 +80,7 @@ class CheckpointManager:
             self.wait()
         elif issubclass(kind, TrainingError):
             # An error that the run reports itself; the save in flight may be its last good checkpoint.
+            self.on_saved = None  # hooks exchange data, and other ranks may still be in the step that failed
             self._attend(self._finish, stop=False)
 
     def save(self, engine: Engine, state: State, others: Mapping[str, Tensor] = {}) -> None:

@@ -6,7 +6,9 @@ from datetime import datetime
 from pathlib import Path
 
 from components.atomic_write import write_atomic
+from components.checkpoint.folder import complete_checkpoints
 from components.contracts.configs import Prepared
+from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.preflight.checks import steps_done
 from components.preflight.forecast_report import survey
@@ -107,6 +109,10 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
         launch.resources.enter_context(locked(folder))
         return folder, RunRecord()
     launch.resources.enter_context(locked(own.absolute()))
+    if continues and (newest := complete_checkpoints(own / "checkpoints")[-1:]) not in ([], [found.resume]):
+        raise ConfigError(
+            f"checkpoint.resume=auto: another process has just written {newest[0]}; give the command again."
+        )
     folder = reopen_run_folder(own.absolute(), steps_done(found.resume))
     clear_failure_reports(folder)
     recorded = (folder / "run.json").exists()  # perhaps only its checkpoints were copied

@@ -21,6 +21,7 @@ from runner.launch.rehearse import print_rehearsal
 from runner.launch.restart import run_with_restarts
 from runner.records.failures import naming_file, report_failure, reporting_failures
 from runner.records.run_record import RunRecord, Stopped, recording_end
+from runner.signals import SignalHandler, announce, handling
 from runner.training.rank import run_rank
 from runner.training.stop import PRUNED
 from runner.training.watchdog import end_process
@@ -72,7 +73,7 @@ def run(
                 run_with_restarts(folder, launch.world_size, restarts)
             else:
                 run_rank(folder)
-            return finish(launch, folder)
+            return finish_despite_signal(launch, folder)
 
 
 def run_launched(launch: RunPreparation, place: RankInfo, on_folder: Callable[[Path], object]) -> float:
@@ -95,7 +96,22 @@ def run_launched(launch: RunPreparation, place: RankInfo, on_folder: Callable[[P
     with recording_end(folder), naming_file(folder), advising(launch, folder):
         with reporting_failures(folder):
             run_rank(folder, give_up)
-        return finish(launch, folder)
+        return finish_despite_signal(launch, folder)
+
+
+def finish_despite_signal(launch: RunPreparation, folder: Path) -> float:
+    """Return the result of ``finish``, which a first stop signal does not interrupt.
+
+    Raises:
+        SystemExit: with code DONE after such a signal, so that a sweep starts no other job.
+        KeyboardInterrupt: if a signal came twice.
+    """
+    request = SignalHandler(announce, ignore_second=RankInfo.read().launched)
+    with handling(request):
+        loss = finish(launch, folder)
+    if request.number:
+        raise SystemExit(DONE)
+    return loss
 
 
 def finish(launch: RunPreparation, folder: Path) -> float:
@@ -115,7 +131,8 @@ def finish(launch: RunPreparation, folder: Path) -> float:
             print_summary(launch.experiment, folder, record, saved)
     else:
         resumable = print_stopped(launch, record.stopped, saved)
-        if resumable and record.stopped.reason in slurm_env.REASONS:
+        has_begun = record.stopped.step > 0
+        if (resumable or not has_begun) and record.stopped.reason in slurm_env.REASONS:
             slurm_env.queue_again(os.environ)
     if not launch.experiment.run.evaluate_only:
         check_saved(record, saved)

@@ -12,12 +12,20 @@ from typing import IO
 from components.contracts.errors import DONE, NonRetryableError
 from components.rank_info import CORES, RankInfo, num_cores
 from runner.launch.rendezvous import host_loopback_store
-from runner.records.failures import clear_failure_reports, rank_log, read_failure_reports, root_cause
+from runner.records.failures import (
+    clear_failure_reports,
+    failure_path,
+    rank_log,
+    read_failure_reports,
+    root_cause,
+)
 from runner.search_path import python_module
 from runner.signals import REQUESTS, SignalHandler, announce, handling
 from runner.training.watchdog import discard_if_empty, stacks_path
 
 POLL_S = 0.05
+TRACKERS_S = 30.0
+"""Seconds in which rank 0 may close its trackers after it has reported a failure."""
 GRACE_S = 2.0
 """Seconds of the waits for stacks to be written and for each killed process to end."""
 
@@ -85,6 +93,9 @@ def wait_for_ranks(folder: Path, ranks: Ranks, request: SignalHandler) -> None:
         if any(code not in (None, DONE) for code in codes):
             time.sleep(2 * POLL_S)  # peers of the first failure may be writing their own report
             break
+        time.sleep(POLL_S)
+    deadline = time.monotonic() + TRACKERS_S
+    while ranks[0].poll() is None and failure_path(folder, 0).exists() and time.monotonic() < deadline:
         time.sleep(POLL_S)
     codes = [rank.poll() for rank in ranks]
     if request.number and any(-number in codes for number in REQUESTS):

@@ -45,8 +45,14 @@ class FailureReport:
 
 
 def report_failure(folder: Path, error: BaseException, *, stalled: bool = False) -> None:
-    """Write the error and time of this rank's failure to ``logs/error_<rank>.json`` for the parent."""
+    """Write the error and time of this rank's failure to ``logs/error_<rank>.json`` for the parent.
+
+    The rank's first report is kept.
+    """
     rank = RankInfo.read().rank
+    path = failure_path(folder, rank)
+    if path.exists():
+        return
     said = isinstance(error, ConfigError | TrainingError)
     report = FailureReport(
         rank=rank,
@@ -56,7 +62,11 @@ def report_failure(folder: Path, error: BaseException, *, stalled: bool = False)
         stalled=stalled,
         out_of_memory=isinstance(error, StepOutOfMemory),
     )
-    write_atomic(folder / "logs" / f"error_{rank}.json", json.dumps(asdict(report)))
+    write_atomic(path, json.dumps(asdict(report)))
+
+
+def failure_path(folder: Path, rank: int) -> Path:
+    return folder / "logs" / f"error_{rank}.json"
 
 
 @contextlib.contextmanager

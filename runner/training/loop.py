@@ -80,7 +80,7 @@ def train(t: TrainContext) -> None:
 def take_steps(t: TrainContext) -> None:
     """Run the steps of ``train``; evaluate and save after each step if that is due."""
     last = t.train_data.num_steps
-    if t.state.owes_evaluation:  # that of the current step, which a stop interrupted
+    if t.state.owes_evaluation or ends_unevaluated(t):
         evaluate(t)
         t.checkpoints.update_state(t.state)
         if t.hooks.take("save"):
@@ -107,6 +107,12 @@ def take_steps(t: TrainContext) -> None:
             save_checkpoint(t)
     if t.hooks.stop:
         t.reporter.log_step()
+
+
+def ends_unevaluated(t: TrainContext) -> bool:
+    """Return whether a resumed run, given a lower number of steps, ends at once without its evaluation."""
+    at_end = t.run.eval_at_end and 0 < t.state.step == t.train_data.num_steps
+    return at_end and bool(t.eval_data) and t.state.evaluated_step != t.state.step
 
 
 def wants_trial_step(t: TrainContext) -> bool:
@@ -197,7 +203,7 @@ def evaluate(t: TrainContext) -> None:
         means = eval_means(t)
     if t.stop.reason is not None:
         return
-    t.state.owes_evaluation = False
+    t.state.owes_evaluation, t.state.evaluated_step = False, t.state.step
     t.reporter.evaluation(t.state, means)
     if t.state.step < t.train_data.num_steps:
         t.stop.check_prune(t.state.step, means["eval/loss"])
@@ -245,7 +251,7 @@ def eval_batches(t: TrainContext, data: DataLoader) -> Iterator[Sequence[Batch]]
 
 def save_checkpoint(t: TrainContext) -> None:
     t.watchdog.beat(f"saving step {t.state.step}")
-    with t.stop.expects_save():
+    with t.stop.expects_save(in_background=t.checkpoint.async_save):
         t.checkpoints.save(t.engine, t.state, t.hooks.tensors())
     t.stop.poll()  # a stop requested during the save: no further step begins
 

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import CheckpointConfig, seconds, watched_metric
 from runner.config.sources import ConfigSources
 from runner.logging_setup import log_to
-from runner.records.failures import naming_file
+from runner.records.failures import naming_file, reporting_failures
 from runner.records.run_dir import read_run_config, write_config
 from runner.records.run_record import PeakMemory, RunRecord
 from runner.signals import SignalHandler, announce, handling
@@ -103,8 +103,7 @@ def lower_micro_batch_size(folder: Path) -> bool:
     config["run"]["micro_batch_size"] = lower
     write_config(folder, config)
     # The forecast is that of the first size.
-    filled = record.reference and replace(record.reference, compute=False)  # before the trial step
-    replace(record, auto_micro_batch_size=lower, peak_memory=PeakMemory(), reference=filled).write(folder)
+    replace(record, auto_micro_batch_size=lower, peak_memory=PeakMemory()).write(folder)
     with log_to(folder / "train.log", Console(stderr=True)):
         log.warning(
             "trial step: out of memory with %d rows in a micro-batch (run.micro_batch_size=auto); "
@@ -137,13 +136,18 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
         ExitStack() as handlers,
     ):
         fill_reference(experiment, folder, record, watchdog)
+        filled = record.reference and replace(record.reference, compute=False)  # for a restart
         watchdog.beat("building the engine")
         with closing(build_engine(experiment, record.device), record.world_size) as engine:
             peak = {"mfu_peak": peak_name(engine.device, DTYPES[experiment.run.dtype])}
-            record = replace(record, engine_facts=engine.describe() | peak)
+            record = replace(record, engine_facts=engine.describe() | peak, reference=filled)
             if main:
                 record.write(folder)
-            with reporter(experiment, engine, folder, console, config, record) as report:
+            with (
+                reporter(experiment, engine, folder, console, config, record) as report,
+                # The parent knows of the failure before the trackers are closed, which may take seconds.
+                reporting_failures(folder) if place.world_size > 1 else nullcontext(),
+            ):
                 training = build_loop(experiment, engine, folder, record, report, requested, watchdog)
                 handlers.callback(training.train_data.close)
                 handlers.enter_context(handling(requested))
@@ -338,12 +342,17 @@ def build_loop(
             engine.max_over_ranks,
             requested,
             deadline,
-            # Estimate for the first save: fp32 weights and two moments (12 bytes a parameter), at 200 MB/s.
-            save_s=0.0 if run.evaluate_only else engine.describe()["trained_parameters"] * 12 / 200e6,
+            save_s=0.0 if run.evaluate_only else estimated_save_s(engine, place),
             prune=pruner_of(record.sweep) if place.rank == 0 and not run.evaluate_only else None,
         ),
         watchdog=watchdog,
     )
+
+
+def estimated_save_s(engine: Engine, place: RankInfo) -> float:
+    """Return the seconds of a save: fp32 weights and two moments (12 bytes), at 200 MB/s on every node."""
+    nodes = place.world_size // place.local_world_size
+    return float(engine.describe()["trained_parameters"]) * 12 / (200e6 * nodes)
 
 
 def checkpoint_manager(

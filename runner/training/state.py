@@ -23,6 +23,8 @@ class TrainState:
     skipped_in_a_row: int = 0
     owes_evaluation: bool = False
     """Whether a stop interrupted the evaluation due at ``step``, with which a resumed run begins."""
+    evaluated_step: int | None = None
+    """Step of the last evaluation. None means that there is none yet."""
     best: float | None = None
     """The best value of the watched metric so far. None means that there is none yet."""
     best_of: str | None = None

@@ -39,7 +39,7 @@ class StopPolicy:
         agree: returns the maximum of a value over all ranks; collective.
         requested: the stop signals of this rank.
         deadline: time of ``clock`` at which the run must have ended.
-        save_s: estimated seconds of the first save.
+        save_s: estimated seconds of a save, until one has been measured.
         prune: returns whether to end the run, given the step and the loss of an evaluation.
     """
 
@@ -57,7 +57,7 @@ class StopPolicy:
         self.reason: str | None = None
         """Name of a signal, ``run.max_time`` or ``pruned``; the same on every rank."""
         self.steps, self.eval_batches = deque[float]([0.0], RECENT), deque[float]([0.0], RECENT)
-        self.longest_save, self.since = save_s, clock()
+        self.longest_save, self.estimated_save, self.since = 0.0, save_s, clock()
 
     def poll(self, *, evaluates: bool = False) -> str | None:
         """Return the reason to stop. None means that no rank has one.
@@ -68,7 +68,8 @@ class StopPolicy:
         now = self.clock()
         (self.eval_batches if evaluates else self.steps).append(now - self.since)
         self.since, longest = now, max(*self.steps, *self.eval_batches)
-        needed = MARGIN * (longest + max(self.longest_save, longest)) + EXIT_S
+        save = max(self.longest_save, self.estimated_save)
+        needed = MARGIN * (longest + max(save, longest)) + EXIT_S
         late = TIME_LIMIT if self.deadline - now < needed else 0.0
         code = self.agree(max(late, float(self.requested.number)))
         if code and self.reason is None:
@@ -85,13 +86,20 @@ class StopPolicy:
             self.reason = PRUNED
 
     @contextmanager
-    def expects_save(self) -> Iterator[None]:
-        """Measure the duration of a save in the context, and do not count it as part of a step."""
+    def expects_save(self, *, in_background: bool = False) -> Iterator[None]:
+        """Measure the duration of a save in the context, and do not count it as part of a step.
+
+        With ``in_background``, it is not that of the whole save, and the estimate remains.
+        """
         began = self.clock()
         yield
         self.since = self.clock()
-        self.expect_save(self.since - began)
+        if in_background:
+            self.longest_save = max(self.longest_save, self.since - began)
+        else:
+            self.expect_save(self.since - began)
 
     def expect_save(self, save_s: float) -> None:
-        """Raise the expected duration of a save to ``save_s`` seconds, if that is longer."""
-        self.longest_save = max(self.longest_save, save_s)
+        """Expect saves to take ``save_s`` seconds, if that is the longest; 0 means that none was measured."""
+        if save_s:
+            self.longest_save, self.estimated_save = max(self.longest_save, save_s), 0.0

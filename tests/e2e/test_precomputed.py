@@ -11,6 +11,7 @@ import pytest
 
 from components.engines.fsdp2 import parallelize
 from components.engines.fsdp2.parallelize import LogProbModel
+from runner.records.run_record import RunRecord
 from tests.e2e.commands import SMALL, curve, run_here
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -69,6 +70,9 @@ def test_losses_are_those_of_a_frozen_reference(
     assert curve(first)[:per_epoch] == curve(frozen)[:per_epoch]
     close(first, frozen)
     assert not (first / "reference").exists()
+    reference = RunRecord.read(first).reference
+    assert reference is not None
+    assert not reference.compute, "a restart of the run would compute it again"
 
 
 def test_a_run_that_is_continued_finds_or_computes_the_same(

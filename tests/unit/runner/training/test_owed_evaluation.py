@@ -37,6 +37,15 @@ def test_its_checkpoint_learns_that_it_is_the_best(tmp_path: Path, monkeypatch: 
     assert TrainState.read(step_folder(tmp_path / "checkpoints", 3)) == state
 
 
+@pytest.mark.parametrize(
+    ("evaluated", "steps", "owed"), [(None, 8, True), (4, 8, True), (8, 8, False), (4, 9, False)]
+)
+def test_a_run_that_ends_where_it_resumes_is_evaluated(evaluated: Any, steps: int, owed: bool) -> None:
+    t: Any = SimpleNamespace(state=TrainState(step=8, evaluated_step=evaluated), eval_data={"eval": 0})
+    t.run, t.train_data = SimpleNamespace(eval_at_end=True), SimpleNamespace(num_steps=steps)
+    assert loop.ends_unevaluated(t) == owed
+
+
 @pytest.mark.parametrize(("cadence", "first"), [(0.07, 7), (0.071, 8), (1e-9, 1), (3, 3), (0, 0)])
 def test_a_cadence_may_be_a_share_of_the_run(cadence: float, first: int) -> None:
     assert next((step for step in range(1, 101) if loop.every(cadence, step, 100)), 0) == first

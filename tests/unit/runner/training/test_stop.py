@@ -2,6 +2,8 @@
 
 import shlex
 import signal
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -124,6 +126,23 @@ def test_a_long_evaluation_does_not_hide_how_long_steps_are() -> None:
         assert stop.poll(evaluates=True) is None, "190 s are left, and a step and a save take 180 at most"
     clock.now += 10
     assert stop.poll(evaluates=True) == "run.max_time"
+
+
+def test_a_measured_save_replaces_the_estimate() -> None:
+    def after(save: Callable[[StopPolicy, Clock], object]) -> str | None:
+        clock = Clock()
+        stop = StopPolicy(lambda value: value, heard()[0], clock.now + 800, clock, save_s=600)
+        save(stop, clock)
+        return stop.poll()
+
+    def saved(stop: StopPolicy, clock: Clock, *, in_background: bool) -> None:
+        with stop.expects_save(in_background=in_background):
+            clock.now += 60
+
+    assert after(partial(saved, in_background=False)) is None
+    assert after(partial(saved, in_background=True)) == "run.max_time", "it is still being written"
+    assert after(lambda stop, _: stop.expect_save(0.0)) == "run.max_time"
+    assert after(lambda stop, _: stop.expect_save(60.0)) is None
 
 
 def test_time_is_left_for_a_first_save_of_unknown_length() -> None:

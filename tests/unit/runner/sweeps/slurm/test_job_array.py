@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from runner.records.job_record import JobRecord, SweepJob, read_job_record
+from runner.records.run_record import RunRecord, Stopped
 from runner.sweeps.slurm import job_array
 from runner.sweeps.slurm.job_array import JobArray, Queue, SubmittedJob, finalize_job, wants_cancel
 
@@ -43,6 +44,15 @@ def test_slurm_has_the_last_word(job: SubmittedJob, run: Path, state: str, statu
     outcome = settled(job, state, status=status, folder=str(run))
     assert outcome.status == "failed"
     assert f"SLURM job 17_2: {state} (Why)" in str(outcome.error)
+
+
+@pytest.mark.parametrize(("reason", "status"), [("run.max_time", "interrupted"), ("SIGTERM", "failed")])
+def test_a_run_whose_time_was_up_has_not_failed(
+    job: SubmittedJob, run: Path, reason: str, status: str
+) -> None:
+    """It may have stopped before its first loss was logged."""
+    RunRecord(stopped=Stopped(3, 9, reason)).write(run)
+    assert settled(job, "COMPLETED", status="interrupted", folder=str(run)).status == status
 
 
 def test_a_job_that_never_spoke(job: SubmittedJob, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,76 @@
+"""Signals and failures while a run ends: the report is finished, and rank 0 closes its trackers."""
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from components.contracts.errors import DONE, TrainingError
+from runner.launch import run, slurm_env
+from runner.launch.spawn import wait_for_ranks
+from runner.records.failures import failure_path, read_failure_report, report_failure
+from runner.records.run_record import RunRecord, Stopped
+from runner.signals import SignalHandler
+
+
+@pytest.mark.parametrize("signals", [0, 1])
+def test_a_first_signal_does_not_interrupt_the_report(monkeypatch: pytest.MonkeyPatch, signals: int) -> None:
+    def finish(*_: object) -> float:
+        for _ in range(signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+        reports.append("whole")
+        return 2.5
+
+    reports: list[str] = []
+    monkeypatch.setattr(run, "finish", finish)
+    if signals:
+        with pytest.raises(SystemExit) as ended:
+            run.finish_despite_signal(None, Path())  # type: ignore[arg-type]
+        assert ended.value.code == DONE
+    else:
+        assert run.finish_despite_signal(None, Path()) == 2.5  # type: ignore[arg-type]
+    assert reports == ["whole"]
+
+
+@pytest.mark.parametrize(("step", "queued"), [(0, True), (3, False)])
+def test_a_job_that_has_nothing_to_save_is_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, queued: bool
+) -> None:
+    """The signal came in the evaluation before the first step. Later, a checkpoint should have been saved."""
+    experiment = SimpleNamespace(run=SimpleNamespace(evaluate_only=False))
+    RunRecord(final_step=step, stopped=Stopped(step, 9, "SIGUSR2")).write(tmp_path)
+    asked: list[object] = []
+    monkeypatch.setattr(slurm_env, "queue_again", asked.append)
+    with pytest.raises((SystemExit, TrainingError)):
+        run.finish(SimpleNamespace(experiment=experiment), tmp_path)  # type: ignore[arg-type]
+    assert queued == bool(asked)
+
+
+class Rank:
+    """A process that ends with code 1 after so many calls of ``poll``."""
+
+    def __init__(self, polls: int) -> None:
+        self.left = polls
+
+    def poll(self) -> int | None:
+        self.left -= 1
+        return 1 if self.left < 0 else None
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_rank_0_has_time_for_its_trackers_after_its_failure(tmp_path: Path, reported: bool) -> None:
+    (tmp_path / "logs").mkdir()
+    if reported:
+        report_failure(tmp_path, TrainingError("too many skipped steps"))
+        first = read_failure_report(failure_path(tmp_path, 0))
+        report_failure(tmp_path, OSError("later"))
+        assert read_failure_report(failure_path(tmp_path, 0)) == first
+        text = failure_path(tmp_path, 0).read_text()
+        failure_path(tmp_path, 1).write_text(text.replace('"rank": 0', '"rank": 1'))
+    ranks: Any = [Rank(9), Rank(0)]
+    with pytest.raises(TrainingError, match="too many skipped" if reported else "rank 1 exited with code 1"):
+        wait_for_ranks(tmp_path, ranks, SignalHandler(str))
+    assert (ranks[0].left < 0) == reported
