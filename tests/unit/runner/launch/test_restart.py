@@ -1,7 +1,10 @@
 """The failures that ``run.max_restarts`` restarts, with ranks that fail as each test specifies."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,7 @@ from components.checkpoint.folder import CheckpointMeta, commit, complete_checkp
 from components.contracts.errors import ConfigError, NonRetryableError, TrainingError
 from components.preflight.checks import check_restarts
 from runner.launch import restart
+from runner.launch.prepare import open_folder
 from runner.records.run_record import RunRecord
 
 
@@ -51,6 +55,18 @@ def world(monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> list[str 
 
 def logged(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_checkpoint_that_was_written_after_the_choice_of_another(folder: Path) -> None:
+    """The process that still wrote to the folder has ended, so that its lock does not stop this one."""
+    for step in (2, 4):
+        checkpoint(folder, step)
+    options = SimpleNamespace(
+        run=SimpleNamespace(evaluate_only=False), checkpoint=SimpleNamespace(resume="auto")
+    )
+    chosen: Any = SimpleNamespace(previous_run_dir=None, resume=step_folder(folder / "checkpoints", 2))
+    with ExitStack() as resources, pytest.raises(ConfigError, match=r"has just written .*step_00000004"):
+        open_folder(SimpleNamespace(experiment=options, resources=resources), chosen)  # type: ignore[arg-type]
 
 
 def test_it_passes_over_a_damaged_checkpoint(folder: Path) -> None:
