@@ -1,6 +1,8 @@
 """Checks of torch.compile and of Liger's fused kernels for decoder blocks, and the choice of kernels."""
 
+import inspect
 import sys
+from collections.abc import Set
 from importlib.util import find_spec
 from typing import Literal
 
@@ -12,10 +14,14 @@ from components.contracts.errors import ConfigError
 from components.engines.fsdp2.grouped_experts import grouped_experts
 from components.engines.fsdp2.tiled_norm import has_replaceable_norms
 from components.engines.shared.torch_private import has_cpp_compiler
+from components.models.experts import moe_blocks
 
 ChosenKernels = Literal["torch", "liger", "tiled"]
 """Kernels of the norms and MLPs of a model: those of torch, those of Liger, or those of torch with
 ``tiled_norm``, on a CPU."""
+
+LIGER_MLPS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
+"""Kind of Liger's MLPs -> the activations that it computes, whatever activation the model has."""
 
 
 def check(model: PreTrainedModel, device: DeviceKind, *, compiled: bool, kernels: Kernels) -> None:
@@ -44,15 +50,37 @@ def check_liger(model: PreTrainedModel, device: DeviceKind) -> None:
     if not has_liger(model):
         kind = f"{model.config.model_type} ({type(model).__name__})"
         raise ConfigError(f"run.kernels: liger-kernel does not support {kind}; use run.kernels=torch.")
+    unlike = liger_options(model) & {kind for kind, same in liger_mlps(model).items() if not same}
+    if unlike and not moe_blocks(model):  # whose MLPs are not Liger's
+        raise ConfigError(
+            f"run.kernels: the {min(unlike)} of liger-kernel does not compute the activation "
+            f"{activation(model)} of {model.config.model_type}; use run.kernels=auto, or run.kernels=torch."
+        )
 
 
 def has_liger(model: PreTrainedModel) -> bool:
+    return "rms_norm" in liger_options(model)
+
+
+def liger_options(model: PreTrainedModel) -> Set[str]:
+    """Return the names of the kernels that Liger has for ``model``; empty if it does not know the model."""
     # The module is checked too, because custom code may use the model type llama.
     if find_spec("liger_kernel") is None or not type(model).__module__.startswith("transformers.models."):
-        return False
+        return set()
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    return model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.model_type)
+    return set() if apply is None else inspect.signature(apply).parameters.keys()
+
+
+def liger_mlps(model: PreTrainedModel) -> dict[str, bool]:
+    """Return for each kind of Liger's MLPs whether it computes the activation of ``model``."""
+    return {kind: activation(model) in computed for kind, computed in LIGER_MLPS.items()}
+
+
+def activation(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config()
+    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
 
 
 def choose_kernels(asked: Kernels, model: PreTrainedModel, device: str, *, compiled: bool) -> ChosenKernels:
@@ -79,7 +107,7 @@ def apply_liger(model: PreTrainedModel) -> None:
     module = sys.modules[type(model).__module__]
     before = dict(vars(module))
     off = dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy"), False)
-    on = dict.fromkeys(("rms_norm", "swiglu", "geglu", "layer_norm"), True)
+    on = dict.fromkeys(("rms_norm", "layer_norm"), True) | liger_mlps(model)
     if grouped_experts(model):
         on["swiglu"] = False  # it expects transformers' experts, which are replaced by ours
     _apply_liger_kernel_to_instance(model=model, **on, **off)

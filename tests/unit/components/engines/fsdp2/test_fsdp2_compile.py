@@ -1,5 +1,7 @@
 """The right kernels are chosen, and fused kernels change neither results nor other models."""
 
+import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from unittest import mock
 
@@ -53,6 +55,35 @@ def test_without_a_compiler_it_is_refused() -> None:
         pytest.raises(ConfigError, match="needs a C\\+\\+ compiler"),
     ):
         compile.check(model(), "cpu", compiled=True, kernels="torch")
+
+
+@pytest.mark.parametrize(
+    ("family", "act", "usable"),
+    [
+        ("llama", "silu", {"swiglu"}),
+        ("llama", "gelu", set()),
+        ("phi3", "relu", set()),
+        ("gemma", "gelu_pytorch_tanh", {"geglu"}),
+        ("gemma", "gelu", set()),
+    ],
+)
+def test_mlps_of_other_activations_are_not_fused(family: str, act: str, usable: set[str]) -> None:
+    """Liger's MLPs ignore the activation of the configuration."""
+    unlike = model(family)
+    setattr(unlike.config, "hidden_activation" if family == "gemma" else "hidden_act", act)
+    liger = mock.Mock()
+    names = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")
+    with mock.patch.dict(sys.modules, dict.fromkeys(names, liger)):
+        compile.apply_liger(unlike)
+    asked = liger._apply_liger_kernel_to_instance.call_args.kwargs
+    assert {kind for kind in ("swiglu", "geglu") if asked[kind]} == usable
+    options = {"rms_norm", "geglu" if family == "gemma" else "swiglu"}
+    with (
+        mock.patch.object(compile, "find_spec"),
+        mock.patch.object(compile, "liger_options", return_value=options),
+        nullcontext() if usable else pytest.raises(ConfigError, match=f"does not compute the .*{act} of"),
+    ):
+        compile.check_liger(unlike, "cuda")
 
 
 @NEEDS_LIGER
