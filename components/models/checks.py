@@ -2,6 +2,7 @@
 
 from collections.abc import Set
 
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from components.contracts.errors import ConfigError
@@ -75,10 +76,7 @@ def check_config(config: PreTrainedConfig) -> None:
             )
     for key in EXPERTS:
         if getattr(text, key, None) and kind not in ROUTED:
-            raise ConfigError(
-                f"model: {key}={getattr(text, key)} of {kind}: of models with experts our engines train "
-                f"{', '.join(ROUTED)}; choose one of them, or a dense model."
-            )
+            raise not_routed(f"{key}={getattr(text, key)} of {kind}")
     if kind in ROUTED:
         check_chosen(text)
     if getattr(text, "router_jitter_noise", 0):
@@ -97,6 +95,8 @@ def check_model(model: PreTrainedModel) -> None:
     kind = model.config.model_type
     if not all(getattr(module, "is_causal", True) for module in model.modules()):
         raise not_causal(kind)
+    if kind not in ROUTED and (blocks := moe_blocks(model)):
+        raise not_routed(f"{next(iter(blocks))}.experts of {kind}")
     layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if not uses_attention_interface(model) or layers - ATTENTION_LAYERS:
         raise ConfigError(
@@ -111,12 +111,33 @@ def check_model(model: PreTrainedModel) -> None:
             raise ConfigError(
                 f"model: {kind} cannot be built without its data: {name} does not support the meta device."
             )
-    parts = (model.base_model, model.get_output_embeddings() or model)
+    head = model.get_output_embeddings()
+    check_head(model, head)
+    parts = (model.base_model, head or model)
     known = {id(parameter) for part in parts for parameter in part.parameters()}
     if left := [name for name, parameter in parameters.items() if id(parameter) not in known]:
         raise ConfigError(
             f"model: {kind} computes its logits with {left[0]}, between its last block and its vocabulary "
             "head; the engines apply that head only. Choose another model."
+        )
+
+
+def check_head(model: PreTrainedModel, head: nn.Module | None) -> None:
+    """Raise ConfigError if ``head`` is not one linear layer that is applied to the states of the base model.
+
+    None, as of a classifier, is accepted.
+    """
+    kind = model.config.model_type
+    plain = head is None or (type(head).forward is nn.Linear.forward and len([*head.parameters()]) <= 2)
+    if not plain:
+        raise ConfigError(
+            f"model: {kind} computes its logits with a {type(head).__name__}, but the engines with one "
+            "linear layer; choose another model."
+        )
+    if any(module is head for module in model.base_model.modules()):
+        raise ConfigError(
+            f"model: {kind} has its vocabulary head inside its {type(model.base_model).__name__}, which "
+            "returns logits, but the engines need the states before the head; choose another model."
         )
 
 
@@ -177,6 +198,13 @@ def check_moe_losses(model: PreTrainedModel, terms: MoELossConfig, frozen: Set[s
             f"model.moe.bias_update_rate: is {terms.bias_update_rate}, and model.freeze or model.train_only "
             f"freezes {fixed[0]}; use model.moe.bias_update_rate=0, or other patterns."
         )
+
+
+def not_routed(found: str) -> ConfigError:
+    return ConfigError(
+        f"model: {found}: of models with experts our engines train {', '.join(ROUTED)}; choose one of them, "
+        "or a dense model."
+    )
 
 
 def not_causal(kind: str) -> ConfigError:
