@@ -73,7 +73,7 @@ def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig
 
     Raises:
         ConfigError: if config.json is missing or malformed, model_type is unknown, the folder's model code is
-            not trusted, or transformers rejects the configuration.
+            not trusted, the weights have names of their own, or transformers rejects the configuration.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -91,6 +91,11 @@ def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig
             )
         hint = closest_word(str(model_type), CONFIG_MAPPING)
         raise ConfigError(f"model.path: {path}: transformers has no model_type {model_type!r}.{hint}")
+    if file := raw.get("transformers_weights"):
+        raise ConfigError(
+            f"model.path: {path}: transformers_weights is {file}, but weights are read from "
+            "model.safetensors or the files of its index; rename the files, and remove this field."
+        )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (*INVALID, OSError, ImportError) as error:

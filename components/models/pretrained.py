@@ -136,10 +136,14 @@ def file_hash(path: Path) -> str:
 def stored_names(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor in the folder's safetensors files; empty if there are none.
 
+    As in transformers, a file of the whole model comes before an index.
+
     Raises:
         ConfigError: if the index is malformed, a file that it names is missing, or a single file is
             unreadable.
     """
+    if (whole := folder / "model.safetensors").is_file():
+        return dict.fromkeys(open_file(whole).keys(), whole)
     if (folder / INDEX).is_file():
         try:
             weight_map = as_type(dict[str, str], read_json(folder / INDEX).get("weight_map"))
@@ -151,8 +155,7 @@ def stored_names(folder: Path) -> dict[str, Path]:
                     f"model.path: {folder / file} is missing, but {INDEX} names it; copy it again."
                 )
         return {name: folder / file for name, file in weight_map.items()}
-    whole = folder / "model.safetensors"
-    return dict.fromkeys(open_file(whole).keys(), whole) if whole.is_file() else {}
+    return {}
 
 
 def open_file(path: Path, option: str = "model.path") -> safe_open:

@@ -375,6 +375,10 @@ def remove_weights(folder: Path) -> None:
             "model.path: cannot read .*model.safetensors",
         ),
         (remove_weights, "holds no readable weights"),
+        (
+            lambda f: edit(f, transformers_weights="own.safetensors"),
+            "transformers_weights is own.safetensors",
+        ),
     ],
 )
 def test_refuses_damaged_folders(saved: Path, damage: Callable[[Path], object], message: str) -> None:

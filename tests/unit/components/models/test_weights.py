@@ -141,6 +141,15 @@ def test_a_missing_shard_is_named(saved: tuple[Path, dict[str, Tensor]]) -> None
         read_all(saved[0])
 
 
+def test_one_file_comes_before_an_index_as_in_transformers(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, tensors = saved
+    other = {name: value + 1 for name, value in tensors.items()}
+    save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_same(read_all(folder), other)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert_same({name: p.detach() for name, p in loaded.named_parameters()}, other)
+
+
 def rewrite(folder: Path, tensors: dict[str, Tensor], *, as_bin: bool = False) -> None:
     for path in folder.glob("*.safetensors*"):
         path.unlink()
