@@ -321,6 +321,8 @@ def mla_arguments(hf: PreTrainedConfig) -> Json:
     if not has_latents(hf):
         return {}
     rope = hf.rope_parameters
+    if rope["rope_type"] == "default":
+        rope = {}  # transformers reads no scaling from the other keys then
     return {
         "q_lora_rank": hf.q_lora_rank,
         "kv_lora_rank": hf.kv_lora_rank,

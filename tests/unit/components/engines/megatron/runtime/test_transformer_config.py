@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_mscale
 from megatron.core.transformer import TransformerConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -37,6 +38,16 @@ def test_windows_are_those_of_transformers(family: str) -> None:
         weights = model(torch.arange(8)[None], output_attentions=True).attentions
     seen = [int((layer[0, 0, -1] > 0).sum()) for layer in weights]  # by the last of eight tokens
     assert [window or 8 for window in module.windows(config)] == seen
+
+
+@pytest.mark.parametrize("rope_type", ["default", "yarn"])
+def test_scores_of_latent_attention_are_scaled_as_in_transformers(rope_type: str) -> None:
+    hf = spec("latent_yarn").config()
+    hf.rope_parameters["rope_type"] = rope_type  # the keys of yarn stay
+    expected = AutoModelForCausalLM.from_config(hf).model.layers[0].self_attn.scaling
+    given = module.mla_arguments(hf)
+    scale = _yarn_get_mscale(given["rotary_scaling_factor"], given["mscale_all_dim"]) ** 2
+    assert scale / hf.qk_head_dim**0.5 == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (2, 2)])
