@@ -5,7 +5,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import is_zipfile
@@ -201,15 +201,23 @@ def quantised(file: Path, name: str, stored: str) -> ConfigError:
     )
 
 
-def check_stored_types(folder: Path) -> None:
-    """Raise ConfigError if a file of weights that are to be converted is unreadable or has quantised weights.
+def widest_dtype(folder: Path) -> torch.dtype:
+    """Return the smallest dtype that has the values of all weights that are to be converted.
 
-    transformers would convert quantised weights to floating point without their scales. Masks may be
-    integers.
+    Masks may be integers, and the frequencies of older files do not count, as models compute them.
+
+    Raises:
+        ConfigError: if a file is unreadable or has quantised weights, which transformers would convert to
+            floating point without their scales.
     """
+    found = set()
     for file, name, stored in stored_types(folder):
         if stored not in STORED and (name.endswith("weight") or stored not in INTEGERS):
             raise quantised(file, name, stored)
+        if stored in STORED and not name.endswith("inv_freq"):
+            found.add(stored)
+    dtypes = [dtype for dtype, code in CODES.items() if code in found]
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
 
 def stored_types(folder: Path) -> Iterator[tuple[Path, str, str]]:
@@ -238,17 +246,18 @@ def stored_types(folder: Path) -> Iterator[tuple[Path, str, str]]:
 def converted_weights(folder: Path, model: PreTrainedModel, trust_remote_code: bool) -> dict[str, Tensor]:
     """Return every parameter as ``from_pretrained`` reads it; tied ones twice if they have two values.
 
+    They have the ``widest_dtype`` of the files. With dtype="auto", transformers would round them to that of
+    the first tensor.
+
     Raises:
         ConfigError: if a file is unreadable, or a parameter is missing, quantised or of another shape.
     """
-    check_stored_types(folder)
-    config = copy.deepcopy(model.config)
-    config.dtype = None  # "auto" then means as stored
+    dtype = widest_dtype(folder)
     try:
         loaded, info = auto_class(scalar=has_scalar_head(model)).from_pretrained(
             folder,
-            config=config,
-            dtype="auto",
+            config=copy.deepcopy(model.config),
+            dtype=dtype,
             attn_implementation="eager",
             ignore_mismatched_sizes=True,  # these are reported below, by name
             output_loading_info=True,

@@ -263,6 +263,16 @@ def test_stored_dtype_is_kept(saved: tuple[Path, dict[str, Tensor]], as_bin: boo
     assert {value.dtype for value in read_all(folder).values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("as_bin", [True, False])
+def test_mixed_dtypes_are_not_rounded(saved: tuple[Path, dict[str, Tensor]], as_bin: bool) -> None:
+    """The first tensor of the file is narrower than the others."""
+    folder, expected = saved
+    halved = {"model.embed_tokens.weight": expected["model.embed_tokens.weight"].bfloat16()}
+    tensors = {name if as_bin else name.removeprefix("model."): v for name, v in (expected | halved).items()}
+    rewrite(folder, tensors, as_bin=as_bin)
+    assert_same(read_all(folder), expected | {name: value.float() for name, value in halved.items()})
+
+
 PART = (slice(3, 8), slice(0, 16))
 
 
