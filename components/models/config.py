@@ -141,7 +141,7 @@ class ModelSpec:
         return model_folder("model.path", self.path, self.revision, weights=weights)
 
     def config(self) -> PreTrainedConfig:
-        """Return a new configuration for training (``use_cache`` is off).
+        """Return a new configuration for training, without a cache and without outputs that are not used.
 
         Raises:
             ConfigError: if it cannot be read or made, or describes a model that the engines do not support.
@@ -165,6 +165,7 @@ class ModelSpec:
         check_config(config)
         # With a cache, transformers ignores the boundaries of packed sequences.
         config.use_cache = False
+        config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
         if self.mtp.num_layers or hasattr(config, FIELD):
             setattr(config, FIELD, self.mtp.num_layers)
         if self.scalar_head:

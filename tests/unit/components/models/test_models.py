@@ -152,6 +152,13 @@ def test_training_configs_have_no_cache_and_building_leaves_them_alone() -> None
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_outputs_that_a_folder_asks_for_are_off_in_training(saved: Path) -> None:
+    """The engines read the last states by name, and the states of all layers would fill the memory."""
+    edit(saved, return_dict=False, output_hidden_states=True, output_attentions=True)
+    config = ModelSpec(path=str(saved)).config()
+    assert (config.return_dict, config.output_hidden_states, config.output_attentions) == (True, False, False)
+
+
 def test_random_init_with_an_architecture_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(components.models.hub, "snapshot_download", None)
     spec = from_yaml("qwen3_0_6b")
