@@ -311,6 +311,8 @@ class ModelSpec:
             raise ConfigError(
                 f"{option}: cannot load the tokenizer in {folder}: {one_line(error)}"
             ) from error
+        if not self.trust_remote_code:
+            tokenizer.init_kwargs.pop("auto_map", None)  # it names files of code, which an export has not
         if self.add_tokens:
             needed = TEMPLATE_TOKENS.get(self.chat_template or "", ())
             add_tokens(tokenizer, needed if isinstance(self.add_tokens, bool) else self.add_tokens)

@@ -56,6 +56,8 @@ def write_configs(spec: ModelSpec, path: Path, dtype: torch.dtype) -> None:
     """Write the configurations of the model and, if it brings one, of its text generation."""
     config = spec.config()
     config.use_cache, config.dtype = True, dtype
+    if not spec.trust_remote_code:
+        vars(config).pop("auto_map", None)  # it names files of code, which are not copied
     by_config = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if spec.scalar_head else MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in by_config:
         config.architectures = [by_config[type(config)].__name__]

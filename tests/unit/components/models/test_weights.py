@@ -540,6 +540,19 @@ def test_a_generation_config_comes_along(tmp_path: Path) -> None:
     assert not (tmp_path / "none" / "generation_config.json").exists()
 
 
+def test_an_export_without_code_names_none(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    folder, tensors = saved
+    spec, target = ModelSpec(path=str(folder), init="pretrained"), tmp_path / "target"
+    ModelSpec(architecture=FAMILIES["qwen3"]).load_tokenizer().save_pretrained(folder)
+    configs = ("config.json", "tokenizer_config.json")
+    for name in configs:
+        own = {"auto_map": {"AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.Tokenizer", None]}}
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | own))
+    export_folder(spec, tensors.items(), target, torch.float32)
+    spec.add_tokenizer(target)
+    assert not any("auto_map" in (target / name).read_text() for name in configs)
+
+
 @pytest.mark.parametrize(
     ("stops", "expected"), [([7, 2], [7, 2]), ([7, 8], [2, 7, 8]), (7, [2, 7]), (None, [2])]
 )
