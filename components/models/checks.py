@@ -51,16 +51,20 @@ def check_latents(config: PreTrainedConfig) -> None:
         )
 
 
-def check_config(config: PreTrainedConfig) -> None:
-    """Raise ConfigError if the engines cannot compute a model of this configuration.
-
-    It must be a causal language model without quantised weights, router jitter, or scaled or capped logits.
-    Experts must be those of a family in ``ROUTED``.
-    """
-    kind = config.model_type
+def check_causal(config: PreTrainedConfig) -> None:
+    """Raise ConfigError if ``config`` is not that of a causal language model."""
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.is_encoder_decoder or (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote):
-        raise not_causal(kind)
+        raise not_causal(config.model_type)
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Raise ConfigError if the engines cannot compute a causal language model of this configuration.
+
+    It must have no quantised weights, no router jitter, and no scaled or capped logits. Experts must be those
+    of a family in ``ROUTED``.
+    """
+    kind = config.model_type
     text = config.get_text_config()
     check_heads(text)
     check_latents(text)

@@ -23,7 +23,7 @@ from components.json_text import one_line, read_json
 from components.models.added_tokens import add_tokens, grow_vocabulary, with_added_rows
 from components.models.chat_template import TEMPLATE_TOKENS, with_chat_template
 from components.models.checkpoint_weights import INIT_FROM, checkpoint_content, checkpoint_weights
-from components.models.checks import check_config, check_model, check_moe_losses
+from components.models.checks import check_causal, check_config, check_model, check_moe_losses
 from components.models.config_values import UNBUILDABLE, check_values, wrong_field
 from components.models.experts import unfuse_experts
 from components.models.freeze import freeze
@@ -154,6 +154,7 @@ class ModelSpec:
         else:
             assert self.architecture is not None
             config = make_config(self.architecture)
+        check_causal(config)
         if not self.scalar_head and names_classifier(config.architectures):
             raise ConfigError(
                 f"model.path: {self.path} is a classifier, without logits over its vocabulary; "

@@ -302,6 +302,7 @@ def test_refuses_architectures(changes: dict[str, Any], message: str) -> None:
         ({"model_type": "cohere"}, "logit_scale=0.0625 of cohere"),
         ({"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling=8.0 of granite"),
         ({"model_type": "bart"}, "bart is not a causal language model"),
+        ({"model_type": "musicgen"}, "musicgen is not a causal language model"),
         ({"model_type": "mamba", "num_hidden_layers": 2}, "mamba mixes tokens outside"),
         ({"model_type": "modernbert-decoder"}, "modernbert-decoder computes its logits with lm_head.dense"),
         (
