@@ -143,8 +143,9 @@ def env_number(environ: Mapping[str, str], name: str, default: int | None, allow
 def num_cores() -> int:
     """Return the number of cores that this process and its children may use together.
 
-    A job of a sweep has a part of the cores. Otherwise they are those of the CPU affinity, which taskset,
-    SLURM and the cpuset of a container set, where the system has one.
+    A job of a sweep may use a part of the cores (``CORES``). Otherwise these are the cores in the CPU
+    affinity, which taskset, SLURM or the cpuset of a container has set, or all cores if the system does not
+    support CPU affinity.
     """
     if CORES in os.environ:
         return int(os.environ[CORES])

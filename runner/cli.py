@@ -323,7 +323,7 @@ def decode_environment(config: DictConfig) -> None:
 
 
 def parsed(override: str) -> Override | None:
-    """Return an override as Hydra parses it, or None if it cannot."""
+    """Return an override as Hydra parses it. None means that Hydra cannot parse it."""
     try:
         return OverridesParser.create().parse_override(override)
     except OverrideParseException:

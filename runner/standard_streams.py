@@ -59,5 +59,8 @@ def print_error(error: object) -> None:
 
 
 def report_lost_stream(name: str, error: OSError) -> None:
-    """Log a warning, because the log file may be the only output that is left."""
+    """Log a warning that the stream ``name`` cannot be written.
+
+    The log file may be the only output that is left.
+    """
     log.warning("%s cannot be written (%s); the run continues, see its train.log", name, error.strerror)

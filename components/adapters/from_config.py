@@ -33,8 +33,9 @@ def lora(
     """Return the adapter with these settings; with ``path``, those that are None are read from that folder.
 
     Raises:
-        ConfigError: if a setting is missing, out of range or not that of the folder, or the folder cannot be
-            read.
+        ConfigError: if a setting is missing, out of range or differs from that of the folder, if
+            ``init_lora_weights`` is given with ``path``, if the adapter in the folder was trained on a base
+            model in 4 bits and ``quantize`` is None, or if the folder cannot be read.
     """
     asked: Json = {
         "r": r,
@@ -60,7 +61,7 @@ def lora(
         asked["modules_to_save"] = ()
     for name, value in (asked if path else asked | {"init_lora_weights": init_lora_weights}).items():
         if value is None:
-            raise ConfigError(f"adapter.{name}: is null, and there is no adapter.path; set it.")
+            raise ConfigError(f"adapter.{name}: is null; set it, or give an adapter.path to read it from.")
     return LoRA(
         **asked,
         dropout=dropout,

@@ -168,10 +168,11 @@ class LoRA:
     def saved(self, model: PreTrainedModel) -> list[str]:
         """Return the names of the modules that are trained in full, in the model's order.
 
-        They match ``modules_to_save``, or are a scalar head, as in peft.
+        These are the modules that match ``modules_to_save`` and, as in peft, a scalar head.
 
         Raises:
-            ConfigError: if ``saved_modules`` raises it.
+            ConfigError: if a name matches no module, or matches a module that is tied, adapted, part of a
+                router or an expert, or not a single module with parameters.
         """
         head = (SCORE,) if has_scalar_head(model) else ()
         return saved_modules(model, (*self.modules_to_save, *head), self.targets(model))
@@ -180,8 +181,8 @@ class LoRA:
         """Return the shape of each trainable parameter in the model's order, ``modules_to_save`` last.
 
         Raises:
-            ConfigError: if ``targets`` or ``saved`` raises it, or the exported rank is larger than a side of
-                a matrix.
+            ConfigError: if ``targets`` or ``saved`` raises it, or the exported rank is larger than the
+                smaller side of a matrix.
         """
         found: dict[str, torch.Size] = {}
         for name in self.targets(model):
@@ -191,8 +192,9 @@ class LoRA:
             if self.exported.r > size:
                 half = "half of " if self.is_pissa else ""
                 raise ConfigError(
-                    f"adapter.r: {self.r} is larger than {half}a side of {name} ({linear.out_features} x "
-                    f"{linear.in_features}); use at most {size * self.r // self.exported.r}."
+                    f"adapter.r: {self.r} is larger than {half}the smaller side of {name} "
+                    f"({linear.out_features} x {linear.in_features}); use at most "
+                    f"{size * self.r // self.exported.r}."
                 )
             found[name + A] = torch.Size((self.r, linear.in_features))
             found[name + B] = torch.Size((linear.out_features, self.r))
@@ -204,7 +206,10 @@ class LoRA:
         return found
 
     def initial_shapes(self, model: PreTrainedModel) -> dict[str, torch.Size]:
-        """Return the shapes of the frozen A0 and B0 of pissa, which checkpoints hold next to ``shapes``."""
+        """Return the shapes of PiSSA's frozen initial factors, by name; empty for another initialisation.
+
+        Checkpoints contain these factors in addition to the parameters of ``shapes``.
+        """
         own = self.shapes(model) if self.is_pissa else {}
         return {initial_name(name): shape for name, shape in own.items() if name.endswith((A, B))}
 

@@ -88,15 +88,22 @@ def read_settings(path: str) -> Json:
         )
     if config.get("init_lora_weights", True) not in WHOLE_BASE:
         raise ConfigError(
-            f"adapter.path: {path}: init_lora_weights={config['init_lora_weights']} has changed the model "
-            "itself; save it as plain LoRA, with peft's path_initial_model_for_weight_conversion."
+            f"adapter.path: {path}: with init_lora_weights={config['init_lora_weights']}, peft changes the "
+            "weights of the base model, so the adapter does not fit the original model; save it as plain "
+            "LoRA, with peft's path_initial_model_for_weight_conversion."
         )
     for key, value in config.items():
         if key not in HARMLESS and value not in (None, False, {}, [], "none"):
-            raise ConfigError(f"adapter.path: {path}: {key}={value} is not supported by the engines.")
+            raise ConfigError(
+                f"adapter.path: {path}: {key}={value} is not supported by the engines; use an adapter that "
+                "was trained without it."
+            )
     target = config.get("target_modules")
     if not isinstance(target, list):
-        raise ConfigError(f"adapter.path: {path}: target_modules must be a list of names, got {target!r}.")
+        raise ConfigError(
+            f"adapter.path: {path}: target_modules must be a list of names, got {target!r}; list the names "
+            f"of the adapted modules in {CONFIG}."
+        )
     try:
         as_type(Settings, config)
     except ValueError as error:

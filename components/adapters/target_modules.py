@@ -98,6 +98,7 @@ def named_modules(
     for word in wanted:
         if not any(matches(name, word) for name in names):
             hint = closest_word(word, [*others, *leaf_names(names), *names])
+            hint = hint or " Give the last part of a module's name, such as q_proj, or its whole name."
             raise ConfigError(f"{option}: {word!r} matches no module of {model.config.model_type}.{hint}")
     return [name for name in names if any(matches(name, word) for word in wanted)]
 
@@ -112,8 +113,8 @@ def check_linear(model: PreTrainedModel, name: str, linears: Sequence[str]) -> N
     module = model.get_submodule(name)
     if module is output_head(model):
         raise ConfigError(
-            f"adapter.target_modules: {name} is the head, which is computed with the loss; train it whole "
-            f"with adapter.modules_to_save=[{name}]."
+            f"adapter.target_modules: {name} is the output head, which cannot be adapted, because it is "
+            f"computed together with the loss; train it in full with adapter.modules_to_save=[{name}]."
         )
     raise ConfigError(
         f"adapter.target_modules: {name} is a {type(module).__name__}; only linear layers are adapted, like "
@@ -171,9 +172,9 @@ def check_expert_targets(
             )
     if lacking := adapted_and_not(model, targets):
         raise ConfigError(
-            f"adapter.target_modules: {lacking[0]} is adapted and {lacking[1]} is not, but peft adapts the "
-            "gates and ups of all experts of all layers or none, and so their downs; use gate_proj and "
-            "up_proj, or adapter.target_modules=attention."
+            f"adapter.target_modules: {lacking[0]} is adapted and {lacking[1]} is not, but peft adapts "
+            "gate_proj and up_proj of all experts in all layers or of none, and likewise down_proj; name "
+            "gate_proj and up_proj, or use adapter.target_modules=attention."
         )
 
 

@@ -60,7 +60,10 @@ def view_of(local: Tensor) -> Hashable:
 
 
 def wrap_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Wrap ``local`` as this rank's shard, placed as in ``tensor``."""
+    """Return ``local`` as this rank's shard of a tensor that is distributed like ``tensor``.
+
+    If ``tensor`` is a plain tensor, this is ``local`` itself.
+    """
     if isinstance(tensor, FlatShard):
         return tensor.like(local)
     if not isinstance(tensor, DTensor):

@@ -32,7 +32,10 @@ class FlatShard(Tensor):
 
     @staticmethod
     def of(flat: Tensor, whole: torch.Size, boxes: Sequence[FlatChunk]) -> "FlatShard":
-        """Return a shard that shares memory with ``flat``."""
+        """Return a shard of a tensor of shape ``whole``, with the elements of the one-dimensional ``flat``.
+
+        It shares memory with ``flat``. ``boxes`` are the parts of the tensor that ``flat`` contains.
+        """
         assert flat.dim() == 1, "a flat tensor"
         made = flat.detach().as_subclass(FlatShard)
         made.whole, made.chunks = whole, boxes

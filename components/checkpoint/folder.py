@@ -112,9 +112,9 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 def best_checkpoint(checkpoints: Path) -> Path | None:
     """Return the complete checkpoint with the best evaluation. None means that none is recorded.
 
-    Checkpoints record the step of the best evaluation; the newest record that names a complete checkpoint is
-    used. Later checkpoints may have results that a checkpoint lacks, because it is written before an
-    evaluation that a stop postponed.
+    Every checkpoint records the step of the best evaluation so far. The newest of these records that names a
+    complete checkpoint is used, because an older one may lack the evaluation of its own step: a stop
+    postpones this evaluation until the run resumes.
     """
     complete = complete_checkpoints(checkpoints)
     for folder in reversed(complete):

@@ -125,7 +125,7 @@ class CheckpointManager:
     def poll(self, engine: Engine) -> None:
         """Finish a background save that has ended on all ranks or failed on one; raises as ``save`` does.
 
-        Call it once per step.
+        Every rank calls this method once per step: it is collective while a save is in flight.
         """
         if not (self.in_background and self.background.busy):
             return
@@ -196,7 +196,10 @@ class CheckpointManager:
             log.warning("%s: older checkpoints could not be removed: %s", self.folder, error)
 
     def _on_nodes(self, work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-        """Run ``work`` on the first rank of every node and wait for it; an OSError is raised on all ranks."""
+        """Run ``work`` on the first rank of every node; if one raises an OSError, raise it on all ranks.
+
+        Collective over ``group``. None means the default group.
+        """
         refusal: OSError | None = None
         if self.first_of_node:
             try:

@@ -1,4 +1,4 @@
-"""Converting a checkpoint to the export of its run, in one process, tensor by tensor."""
+"""Export of a checkpoint as a Hugging Face or peft folder, without an engine."""
 
 import tempfile
 from collections.abc import Mapping

@@ -84,7 +84,7 @@ class ModelConfig(Protocol):
 
     @property
     def initial_checkpoint(self) -> Path | None:
-        """A complete checkpoint that holds the initial weights."""
+        """A complete checkpoint with the initial weights. None means that they are from another source."""
 
     @property
     def scalar_head(self) -> bool:
@@ -140,7 +140,7 @@ class AdapterConfig(Protocol):
 
     @property
     def path(self) -> str | None:
-        """The folder of an adapter whose training continues."""
+        """The folder of an adapter whose training continues. None means that a new adapter is trained."""
 
     @property
     def modules_to_save(self) -> tuple[str, ...]:
@@ -155,7 +155,8 @@ class AdapterConfig(Protocol):
     def finish_export(self, model: Any, export: Path, base: Path, seed: int, dtype: torch.dtype) -> Foreign:
         """Write the tokenizer to the exported adapter folder ``export``, and return the tokenizer.
 
-        If the base model is not pretrained, write it to the folder ``base``.
+        If the weights of the base model are not those of a pretrained model, they are written to the folder
+        ``base``, in ``dtype``; ``seed`` determines random ones. Only one process calls this method.
         """
 
 

@@ -29,7 +29,10 @@ class NonRetryableError(TrainingError):
 
 
 def check_at_least_one(node: str, config: object, *keys: str) -> None:
-    """Raise ConfigError if one of ``keys`` of ``node`` is neither None nor at least 1."""
+    """Raise ConfigError if one of the attributes ``keys`` of ``config`` is neither None nor at least 1.
+
+    ``node`` is the name of its configuration node in the message, such as ``adapter``.
+    """
     for key in keys:
         value = getattr(config, key)
         if value is not None and value < 1:
@@ -37,7 +40,10 @@ def check_at_least_one(node: str, config: object, *keys: str) -> None:
 
 
 def check_at_least_zero(node: str, config: object, *keys: str) -> None:
-    """Raise ConfigError if one of ``keys`` of ``node`` is neither None nor a number of at least 0."""
+    """Raise ConfigError if one of the attributes ``keys`` of ``config`` is neither None nor at least 0.
+
+    Infinity and NaN are refused too. ``node`` is the name of its configuration node in the message.
+    """
     for key in keys:
         value = getattr(config, key)
         if value is not None and not 0 <= value < math.inf:

@@ -74,9 +74,10 @@ class Loss(Protocol):
     """The source of the reference log-probabilities of a batch. With ``none`` a batch has none."""
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """Return the count of each term, in the order of ``LossOutput.terms``.
+        """Return the number of items of ``batch`` over which each term is a mean, by the name of the term.
 
-        Counts depend only on labels.
+        The items are, for example, labels or pairs. Terms are in the order of ``LossOutput.terms``. Counts
+        depend only on labels.
         """
 
     def weights(self, batch: Batch) -> Tensor | None:

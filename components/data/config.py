@@ -88,7 +88,7 @@ class Data(ABC):
     def shares(self) -> Shares | None:
         """Return the share of each training source in an epoch.
 
-        None means that the numbers of ``train_sources`` apply instead.
+        None means that the numbers of repetitions that ``train_sources`` returns apply instead.
         """
         return None
 

@@ -92,7 +92,10 @@ class RecordsData(Data):
             "chat_template_kwargs": bool(self.chat_template_kwargs),
         }
         for name in (name for name, unread in given.items() if unread):
-            raise ConfigError(f"data.{name}: no chat template renders segments; leave it out.")
+            raise ConfigError(
+                f"data.{name}: has no effect on records with segments, which use no chat template; leave it "
+                "out."
+            )
 
     def record_options(self) -> RecordOptions:
         return RecordOptions(
@@ -178,7 +181,7 @@ class FilesData(RecordsData):
         if not self.streaming:
             if self.buffer_size is not None:
                 raise ConfigError(
-                    "data.buffer_size: is that of a stream; use data.streaming=true, or remove it."
+                    "data.buffer_size: is only read with data.streaming=true; set that, or remove it."
                 )
             return
         check_at_least_one("data", self, "buffer_size")
@@ -197,7 +200,10 @@ class FilesData(RecordsData):
         paths = [self.train] if self.train is not None else [source["path"] for source in self._sources]
         for path in paths:
             if not path.startswith(_HUB) and indexed_prefix(path) is not None:
-                raise ConfigError(f"data.streaming: {path} is read where it is needed; leave streaming out.")
+                raise ConfigError(
+                    f"data.streaming: {path} is an indexed data set, which is memory-mapped instead of "
+                    "streamed; leave data.streaming out."
+                )
         self.records_per_chunk()
 
     def _check_hub_options(self) -> None:

@@ -51,7 +51,8 @@ class LlamaFactoryData(RecordsData):
         super().__post_init__()
         if self.dataset_info is None or self.dataset is None:
             raise ConfigError(
-                "data.dataset_info, data.dataset: give both, a folder of LLaMA-Factory and names."
+                "data.dataset_info, data.dataset: give both, LLaMA-Factory's data folder and the names of "
+                "data sets in its dataset_info.json."
             )
         if self.eval_dataset is not None and self.eval_fraction:
             raise ConfigError("data.eval_fraction: is not read if data.eval_dataset is given; remove one.")
@@ -118,7 +119,9 @@ class LlamaFactoryData(RecordsData):
     def _options(self, entry: Json, where: str) -> RecordOptions:
         formatting, columns = entry.get("formatting", "alpaca"), entry.get("columns", _DEFAULT_COLUMNS)
         if formatting not in ("alpaca", "sharegpt", "openai"):
-            raise ConfigError(f"{where}.formatting: {formatting!r} is not alpaca, sharegpt or openai.")
+            raise ConfigError(
+                f"{where}.formatting: {formatting!r} is not alpaca, sharegpt or openai; use one of them."
+            )
         chat = formatting != "alpaca"
         fields = {name: columns[name] for name in _OTHER if columns.get(name)}
         format = _format(entry, columns, chat=chat)

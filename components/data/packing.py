@@ -94,10 +94,10 @@ def plan_epoch(
 ) -> Plan:
     """Plan one pass over the data.
 
-    none: a row is a sample. bfd: every ``WINDOW`` samples are packed by best-fit decreasing into rows of at
-    most ``sequences_per_sample * max_length`` tokens; the rows of a window are then shuffled, so that rows
-    of long and of short sequences mix. concat: the sequences are placed end to end and cut every
-    ``max_length`` tokens.
+    With the packing ``none``, a row is a sample. With ``bfd``, every ``WINDOW`` samples are packed by
+    best-fit decreasing into rows of at most ``sequences_per_sample * max_length`` tokens; the rows of a
+    window are then shuffled, so that rows of long and of short sequences mix. With ``concat``, the sequences
+    are placed end to end and cut every ``max_length`` tokens.
 
     Without ``shuffle`` samples keep their order; the rows of a bfd window are ordered by their first sample.
 

@@ -71,7 +71,10 @@ class EMA(Hook):
         self.saved = checkpoint
 
     def end(self, run: HookRun, *, completed: bool) -> None:
-        """If the run completed, export the average from its last checkpoint to a folder of its name."""
+        """Export the average from the last checkpoint if the run completed; every rank calls this method.
+
+        The export is in the run folder, in a folder with the name of the hook.
+        """
         if not completed or self.saved is None:
             return
         assert isinstance(run.model, ModelSpec)

@@ -54,7 +54,7 @@ class TensorboardLogger:
 
 @dataclass(frozen=True)
 class Tensorboard:
-    """Events in the folder ``tensorboard`` of the run."""
+    """Settings of ``logger=tensorboard``, which writes event files to ``tensorboard`` in the run folder."""
 
     flush_secs: int = 10
 

@@ -98,7 +98,7 @@ class DPO(ReferencedLoss):
 
     @property
     def losses(self) -> list[str]:
-        """The names in ``loss`` that are losses of pairs: all except ``sft``."""
+        """The names in ``loss`` that are preference losses: all except ``sft``."""
         return [kind for kind in self.kinds if kind != "sft"]
 
     def _weighted(self) -> list[tuple[str, float]]:
@@ -108,7 +108,7 @@ class DPO(ReferencedLoss):
         """Raise ConfigError unless ``loss``, ``loss_weights``, ``rpo_alpha`` and ``wpo`` fit together."""
         kinds, weights = self.kinds, self.loss_weights
         if not self.losses:
-            raise ConfigError("stage.loss: the list has no loss of pairs; add one, or use stage=sft.")
+            raise ConfigError("stage.loss: the list has no preference loss; add one, or use stage=sft.")
         if weights is not None and (isinstance(self.loss, str) or len(weights) != len(kinds)):
             raise ConfigError(
                 f"stage.loss_weights: are {len(weights)}, for {len(kinds)} of stage.loss; give a list of "
@@ -117,7 +117,7 @@ class DPO(ReferencedLoss):
         if weights is not None and not all(0 < weight < math.inf for weight in weights):
             raise ConfigError(f"stage.loss_weights: must be numbers above 0, got {list(weights)}.")
         if self.rpo_alpha and "sft" in kinds:
-            raise ConfigError("stage.rpo_alpha: is the weight of sft, which stage.loss has; leave one out.")
+            raise ConfigError("stage.rpo_alpha: adds the same term as sft in stage.loss; leave one out.")
         if self.wpo and (self.rpo_alpha or "sft" in kinds):
             raise ConfigError(
                 "stage.wpo: weights pairs, not a likelihood (stage.rpo_alpha, sft); leave one out."

@@ -49,7 +49,10 @@ def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: fl
 
 
 def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Return the loss of EXO (Ji et al. 2024, equation 16): KL(softmax of rewards || (1 - eps, eps))."""
+    """Return the loss of EXO (Ji et al. 2024, equation 16): KL(softmax of rewards || (1 - eps, eps)).
+
+    eps is ``label_smoothing``, which must be above 0.
+    """
     margin, eps = beta * (chosen - rejected), label_smoothing
     log_chosen, log_rejected = F.logsigmoid(margin), F.logsigmoid(-margin)
     return log_chosen.exp() * (log_chosen - math.log1p(-eps)) + log_rejected.exp() * (

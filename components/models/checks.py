@@ -164,8 +164,8 @@ def check_chosen(config: PreTrainedConfig) -> None:
         left = number // groups * kept
     if not 1 <= top_k <= left:
         raise ConfigError(
-            f"model.architecture.num_experts_per_tok: {top_k} of the {left} experts that a token may choose "
-            f"from; use 1 to {left}."
+            f"model.architecture.num_experts_per_tok: is {top_k}, but a token chooses among {left} experts; "
+            f"use 1 to {left}."
         )
 
 

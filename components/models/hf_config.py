@@ -43,9 +43,9 @@ def make_config(architecture: Config) -> PreTrainedConfig:
     fields = dict(architecture)
     model_type = fields.pop("model_type", None)
     if model_type is None:
-        raise ConfigError("model.architecture.model_type: is missing; qwen3 or llama, for example.")
+        raise ConfigError("model.architecture.model_type: is missing; give one, such as qwen3 or llama.")
     if model_type not in CONFIG_MAPPING:
-        hint = closest_word(str(model_type), CONFIG_MAPPING)
+        hint = closest_word(str(model_type), CONFIG_MAPPING) or " Use one that it has, such as qwen3."
         raise ConfigError(f"model.architecture.model_type: transformers has no {model_type!r}.{hint}")
     kind = CONFIG_MAPPING[model_type]
     known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
@@ -56,9 +56,8 @@ def make_config(architecture: Config) -> PreTrainedConfig:
         if key in NO_EFFECT:
             raise ConfigError(f"model.architecture.{key}: changes nothing in training; leave it out.")
         if key not in known:
-            raise ConfigError(
-                f"model.architecture.{key}: {kind.__name__} has no such field.{closest_word(key, known)}"
-            )
+            hint = closest_word(key, known) or " Leave it out."
+            raise ConfigError(f"model.architecture.{key}: {kind.__name__} has no such field.{hint}")
     try:
         config = kind(**fields)
     except INVALID as error:
@@ -99,7 +98,10 @@ def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (*INVALID, OSError, ImportError) as error:
-        raise ConfigError(f"model.path: {path}: {one_line(error)}") from error
+        raise ConfigError(
+            f"model.path: {path}: transformers cannot load its configuration ({one_line(error)}); correct "
+            "this, or name another model."
+        ) from error
 
 
 def check_same(architecture: Config, config: PreTrainedConfig, path: str) -> None:
@@ -108,7 +110,7 @@ def check_same(architecture: Config, config: PreTrainedConfig, path: str) -> Non
     if made.model_type != config.model_type:
         raise ConfigError(
             f"model.architecture.model_type: is {made.model_type}, but model.path={path} is "
-            f"{config.model_type}; use model=hf for models of any shape."
+            f"{config.model_type}; use model=hf, which reads the architecture from model.path."
         )
     for key, value in architecture.items():
         if value is not None and getattr(made, key) != getattr(config, key):

@@ -94,7 +94,10 @@ def pretrained_weights(
 
 
 def completed(weights: WeightSource, drawn: WeightSource, lacking: set[str], folder: Path) -> WeightSource:
-    """Return a source of ``weights`` that takes the names ``lacking`` in ``folder`` from ``drawn``."""
+    """Return a source that takes the weights named in ``lacking`` from ``drawn``, others from ``weights``.
+
+    Log a warning that ``folder`` does not contain the former.
+    """
     message = (
         "%s: has no %s (%d lacking). Unless an adapter or a checkpoint has these weights, they begin at "
         "random."
@@ -196,8 +199,8 @@ def in_memory(tensors: Mapping[str, Tensor]) -> WeightSource:
 
 def quantised(file: Path, name: str, stored: str) -> ConfigError:
     return ConfigError(
-        f"model.path: {file}: {name} is stored as {stored}; quantised weights cannot be trained, "
-        f"use files in {', '.join(STORED)}."
+        f"model.path: {file}: {name} is stored as {stored}; quantised weights cannot be trained. Use a model "
+        f"with weights stored as {', '.join(STORED)}."
     )
 
 
@@ -288,5 +291,6 @@ def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def check_shape(folder: Path, name: str, stored: Iterable[int], wanted: torch.Size) -> None:
     if tuple(stored) != tuple(wanted):
         raise ConfigError(
-            f"model.path: {folder}: {name} is {list(stored)}, but its config.json asks for {list(wanted)}."
+            f"model.path: {folder}: {name} has the shape {list(stored)}, but {list(wanted)} by config.json; "
+            "use the config.json that belongs to these weights."
         )

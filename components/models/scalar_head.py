@@ -82,6 +82,6 @@ def check_scalar_head(model: PreTrainedModel) -> None:
         )
     if not head.weight.requires_grad:
         raise ConfigError(
-            f"model.freeze, model.train_only: {SCORE}.weight is frozen, the head that stage=rm trains; "
-            "correct the patterns."
+            f"model.freeze, model.train_only: the patterns freeze {SCORE}.weight, the head that stage=rm "
+            "trains; correct them."
         )

@@ -124,7 +124,7 @@ def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
     if device == "cpu" and local_ranks > bearable:
         raise ConfigError(
             f"parallelism.dp: this layout takes {local_ranks} ranks (tp x pp x cp x dp) on a machine whose "
-            f"memory is enough for {bearable} processes; lower a size, or look at it with "
+            f"memory is enough for {bearable} processes; lower a size, or only forecast the run with "
             "preflight.mode=only."
         )
     if device != "cpu" and local_ranks > torch.accelerator.device_count():
@@ -236,7 +236,10 @@ def check_head_dim(optimizer: object, model: PreTrainedModel, *, adapted: bool) 
 
 
 def check_evaluate_only(has_eval: bool, hooks: Iterable[str], option: str) -> None:
-    """Raise ConfigError if a run that only evaluates has hooks or no data, which ``option`` would name."""
+    """Raise ConfigError if a run that only evaluates has hooks, or has no evaluation data.
+
+    ``option`` is the name of the option for such data, for the message.
+    """
     if hooks := sorted(hooks):
         raise ConfigError(f"hook.{hooks[0]}: run.evaluate_only trains nothing to observe; leave it out.")
     if not has_eval:
@@ -285,8 +288,8 @@ def check_stream(eval_every_epochs: int, save_every_epochs: int, reference: str)
             raise ConfigError(f"{key}_epochs: a stream of data has no epochs; use {key}.")
     if reference == "precomputed":
         raise ConfigError(
-            "stage.reference: is precomputed, which is kept by sample, and a stream (data.streaming) keeps "
-            "none; use stage.reference=frozen."
+            "stage.reference: precomputed stores values for every sample before training, which a stream "
+            "(data.streaming) does not allow; use stage.reference=frozen."
         )
 
 
@@ -346,7 +349,7 @@ def check_random_numbers(alpha: float, dropout: float, share_prompt: bool) -> No
         if value and share_prompt:
             raise ConfigError(
                 f"{key}: two answers would share the random numbers of their prompt (data.share_prompt); use "
-                "data.share_prompt=false, or leave it out."
+                f"data.share_prompt=false, or {key}=0."
             )
 
 
@@ -363,7 +366,10 @@ def check_generating_hooks(scalar_head: bool, hooks: Mapping[str, Hook]) -> None
     """Raise ConfigError if a hook completes prompts with a model that has a scalar head."""
     for name, hook in hooks.items():
         if scalar_head and hook.generates_text:
-            raise ConfigError(f"hook.{name}: a reward model completes no prompts; leave it out.")
+            raise ConfigError(
+                f"hook.{name}: a reward model has no head over the vocabulary, so it cannot complete "
+                "prompts; leave the hook out."
+            )
 
 
 def may_request_evaluations(hooks: Mapping[str, Hook]) -> bool:

@@ -80,8 +80,9 @@ class ReferenceSource:
             self.model.weights(0)  # only opens the files, so that errors come before any rank starts
         if self.sync_every and named_shapes(self.model.meta_model) != named_shapes(trained):
             raise ConfigError(
-                f"{SYNC}: mixes parameters, and those of {OPTION}={self.model.path} have other names or "
-                "shapes; choose a reference of the same shape, or leave it out."
+                f"{SYNC}: needs a reference with the parameters of the trained model, but those of "
+                f"{OPTION}={self.model.path} have other names or shapes; choose another reference, or leave "
+                f"{SYNC} out."
             )
         if theirs.vocab_size != config.vocab_size:
             raise ConfigError(

@@ -52,7 +52,9 @@ def build_guard(folder: Path) -> Path:
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
-            raise ConfigError(f"CXX: cannot start {compiler[0]} ({error.strerror}); name another.") from error
+            raise ConfigError(
+                f"CXX: cannot start {compiler[0]} ({error.strerror}); name another compiler."
+            ) from error
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
             raise ConfigError(

@@ -62,7 +62,10 @@ class HostWaits:
         self.copies[Wait(kind, self.moment, call_site())] += 1
 
     def see(self, func: OpOverload, args: Arguments, kwargs: Keywords, target: torch.device | None) -> None:
-        """Record whether the host waits in ``func(*args, **kwargs)``, which names the device ``target``."""
+        """Record whether the host waits in the call ``func(*args, **kwargs)``.
+
+        ``target`` is the device that an argument of the call names. None means that no argument names one.
+        """
         name = func._schema.name
         if name == "aten::_to_copy":
             if target is not None:

@@ -16,7 +16,7 @@ from components.rehearsal.host_values import Arguments, HostValues
 
 @dataclass(frozen=True)
 class Exchange:
-    """One kind of exchange."""
+    """A kind of collective or send of this rank, for which ``Traffic`` counts calls and bytes."""
 
     collective: str
     """Name in ``c10d``: ``allreduce``, ``_allgather_base``, ``send`` and others."""

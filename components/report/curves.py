@@ -74,6 +74,8 @@ def thin(steps: Floats, values: Floats, count: int) -> Curve:
 def read_curves(path: Path, count: int) -> dict[str, Curve]:
     """Return the curve of each metric, without non-finite values and without an incomplete last line.
 
+    Each curve has at most ``count`` points, which are means of neighbouring values if there are more.
+
     Raises:
         OSError: if the file cannot be read.
         ValueError: if it does not hold rows of numbers with a step.

@@ -40,7 +40,8 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         raise ConfigError(f"checkpoint, adapter: {have}; give one of them. Usage: {first_line(__doc__)}")
     if "adapter" in given and given.get("merge") != "true":
         raise ConfigError(
-            "merge: must be true with adapter; without, the adapter's own folder is the export."
+            "merge: must be true with adapter, because an adapter that is not merged needs no export; add "
+            "merge=true."
         )
     if "base" in given and "adapter" not in given:
         raise ConfigError("base: is not read with checkpoint, whose run determines the model; leave it out.")

@@ -2,10 +2,11 @@
 
 checkpoint=DIR     a run or checkpoint folder, an export, an adapter folder or any Hugging Face folder
 prompts=FILE       records with `messages`, `prompt` or `instruction`, or a txt file with a prompt per line
-output=FILE        jsonl: each record with its `completion` (one of its own becomes `record_completion`);
-                   default: standard output
+output=FILE        jsonl: each record with its `completion` (if the record already has such a field, that is
+                   renamed `record_completion`); default: standard output
 answer=FIELD       the field of each record with the right answer, with which the completion is compared
-metric=exact_match without outer blanks; or rouge1, rouge2, rougeL: the F-measure, by the package rouge-score
+metric=exact_match equality, apart from white space at both ends; or rouge1, rouge2, rougeL: the F-measure, by
+                   the package rouge-score
 system=TEXT        a system turn for conversations without one; default: data.default_system of the run
 chat_template_kwargs={NAME: VALUE}  variables of the chat template; default: those of the run
 strings=plain      or chat: whether a prompt that is a string is text as it is, or the turn of a user

@@ -1,8 +1,8 @@
 """``python -m runner.import_config TOOL FILE [ranks=N] [stage=STAGE]``: another tool's run as a command.
 
 TOOL         llamafactory, axolotl or trl
-FILE         its YAML or JSON, or, for trl, a text with its command line: ``accelerate launch sft.py --a 1``,
-             with the file of --config, if it has one
+FILE         its YAML or JSON, or, for trl, a text with its command line: ``accelerate launch sft.py --a 1``;
+             if the script has --config, the options in that file are read too
 ranks=N      number of GPUs that the configuration was written for; default: that of its launcher, else 1
 stage=STAGE  default: the stage that FILE or the name of the script implies
 
@@ -99,7 +99,7 @@ def read_options(path: Path) -> Json:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path}: cannot be parsed ({reason}); correct it.") from error
     if not isinstance(node, dict):
-        raise ConfigError(f"{path}: must be a mapping of options to values.")
+        raise ConfigError(f"{path}: is not a mapping of options to values; write it as OPTION: VALUE lines.")
     return {str(key).replace("-", "_"): value for key, value in node.items()}
 
 

@@ -113,12 +113,12 @@ def all_entries(folders: Sequence[Path]) -> list[Entry]:
 
 
 def entries(folder: Path) -> list[Entry]:
-    """Return the run or the forecast in ``folder``, the jobs of a sweep, or else all runs below it.
+    """Return the run or forecast in ``folder``, its jobs if it is a sweep, or else the runs in it.
 
-    Runs are sorted by stamp.
+    Runs are found up to two levels below ``folder``, and are sorted by stamp.
 
     Raises:
-        ConfigError: if there is no run.
+        ConfigError: if there is none of these.
     """
     if (folder / "run.json").is_file():
         return [Entry(0, folder, arguments_of(folder))]
@@ -142,7 +142,10 @@ def entry(sweep: Path, record: JobRecord) -> Entry:
 
 
 def arguments_of(run: Path) -> list[str] | None:
-    """Return the arguments that start ``run`` by itself. None means that its run.json does not give them."""
+    """Return the arguments that start ``run`` outside of a sweep.
+
+    None means that its run.json is missing or cannot be read.
+    """
     if not (run / "run.json").is_file():
         return None
     try:

@@ -27,7 +27,7 @@ class Counterpart:
     """The equivalent here of an option of another tool, with its values."""
 
     here: str
-    """KEY, or KEY=VALUE if the other tool's option is a flag, or all its values mean this one here."""
+    """KEY, or KEY=VALUE if the other tool's option is a flag, or if all its values mean this value here."""
     remark: str = ""
     values: Mapping[str, object] | None = None
     """Value of the other tool, in lower case -> value here. None means that the values are the same."""

@@ -121,9 +121,9 @@ def ask_for_stacks(folder: Path, ranks: Ranks) -> None:
 
 
 def terminate_ranks(folder: Path, ranks: Ranks) -> None:
-    """Send SIGKILL to the process group of every rank that still runs, and delete empty files of stacks.
+    """Send SIGKILL to the process group of every rank that still runs, and delete empty stack files.
 
-    This comes last, when no rank has state left that it could save.
+    Call it last: a rank that still has state to save would lose it.
     """
     with handling(lambda *_: None):  # a second Ctrl-C must not leave ranks running
         for process in ranks:

@@ -73,7 +73,7 @@ class Hooks:
         self.stop |= "stop" in self.run.requests
 
     def take(self, request: Request) -> bool:
-        """Return whether a hook has made ``request`` since the last call."""
+        """Return whether a hook on any rank has made ``request`` since the last call, and clear it."""
         asked = request in self.run.requests
         self.run.requests.discard(request)
         return asked

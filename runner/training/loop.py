@@ -263,7 +263,10 @@ def evaluation_due(t: TrainContext, step: int) -> bool:
 
 
 def is_due(t: TrainContext, step: int, steps: float, epochs: int) -> bool:
-    """Return whether ``step`` is a multiple of ``steps`` or completes a multiple of ``epochs`` epochs."""
+    """Return whether ``step`` is a multiple of ``steps`` or completes a multiple of ``epochs`` epochs.
+
+    As in ``every``, ``steps`` below 1 is a share of the run; 0 means never.
+    """
     last = t.train_data.num_steps
     if every(steps, step, last):
         return True

@@ -48,7 +48,7 @@ def proof_run(experiment: Experiment, folder: Path, data: Json) -> ProofRun:
 
 
 def unlogged_run(experiment: Experiment, folder: Path, engine: Engine, state: RunState) -> HookRun:
-    """Return a run for hooks that writes no metrics."""
+    """Return the ``HookRun`` of a proof or a rehearsal, through which hooks log nothing."""
     return HookRun(
         folder=folder,
         is_main=RankInfo.read().rank == 0,

@@ -178,7 +178,7 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
 
 
 def with_trial_step(training: TrainContext, record: RunRecord) -> RunRecord:
-    """Take the trial step, if the run has one, and return ``record`` with the measured peak."""
+    """Take the trial step, if the run has one, and return ``record`` with the measured peak memory."""
     peak = take_trial_step(training) if wants_trial_step(training) else None
     return replace(record, peak_memory=replace(record.peak_memory, trial_step=peak))
 

@@ -551,7 +551,7 @@ def test_a_command_line_of_trl(imported: Run) -> None:
         ("trl", "", [], ".toml", "is not a configuration of trl; give a file .yaml"),
         ("axolotl", None, [], ".yaml", "cannot be read"),
         ("axolotl", "a: [", [], ".yaml", "cannot be parsed"),
-        ("axolotl", "- a", [], ".yaml", "must be a mapping"),
+        ("axolotl", "- a", [], ".yaml", "is not a mapping"),
         ("axolotl", "base_model: x\nmicro_batch_sise: 2", [], ".yaml", "did you mean 'micro_batch_size'?"),
         ("llamafactory", DEEPSPEED.format("ppo"), [], ".yaml", "stage: ppo"),
         ("llamafactory", DEEPSPEED.format("sft"), ["rank=2"], ".yaml", "did you mean 'ranks'?"),

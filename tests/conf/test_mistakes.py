@@ -594,7 +594,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "patience": (["early_stopping.patience=0"], ["early_stopping.patience"]),
     "centre of rewards": (["stage=rm", "stage.center_rewards_coefficient=-1"], ["at least 0, got -1"]),
     "scalar head": (["+model.scalar_head=true"], ["model.scalar_head", "is set from stage"]),
-    "frozen score": (["stage=rm", "model.freeze=[score.*]"], ["model.freeze", "score.weight is frozen"]),
+    "frozen score": (["stage=rm", "model.freeze=[score.*]"], ["model.freeze", "score.weight, the head"]),
     "no score": (["stage=rm", "model.train_only=['*.mlp.*']"], ["model.train_only", "score.weight"]),
     "completion by scores": (["stage=rm", "run.final_sample_tokens=8"], ["run.final_sample_tokens"]),
     "further tokens of a score": (["stage=rm", "model.mtp.num_layers=1"], ["model.mtp.num_layers"]),

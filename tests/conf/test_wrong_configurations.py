@@ -87,12 +87,12 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "first stage with all": (
         (ON + "pp2", "parallelism.first_stage_layers=4"),
         "parallelism.first_stage_layers: first_stage_layers = 4 leaves 0 of 4",
-        "leave a multiple of 1",
+        "leave a positive multiple of 1",
     ),
     "last stage with too many": (
         (ON + "pp2", "parallelism.last_stage_layers=9"),
         "parallelism.last_stage_layers",
-        "leave a multiple of 1",
+        "leave a positive multiple of 1",
     ),
     "both ends with too few": (
         (ON + "pp2", "parallelism.first_stage_layers=1", "parallelism.last_stage_layers=1"),
@@ -217,12 +217,12 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "more experts than there are": (
         ("model=moe_tiny", "model.architecture.num_experts_per_tok=9"),
-        "model.architecture.num_experts_per_tok: 9 of the 8",
+        "model.architecture.num_experts_per_tok: is 9, but a token chooses among 8",
         "use 1 to 8",
     ),
     "more experts than in the groups": (
         ("model=deepseek_tiny", "model.architecture.num_experts_per_tok=5"),
-        "model.architecture.num_experts_per_tok: 5 of the 4",
+        "model.architecture.num_experts_per_tok: is 5, but a token chooses among 4",
         "use 1 to 4",
     ),
     "groups that do not share out experts": (
@@ -614,7 +614,7 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "a last stage without a layer": (
         (ON + "pp2", UNTIED, "model.mtp.num_layers=1", "parallelism.pipeline_layout='Etttt|L'"),
         "parallelism.pipeline_layout",
-        "use one with a t before L",
+        "use a t before L",
     ),
     # ---- experts on FSDP2
     "ep of a dense model": ((ON + "fsdp2", "parallelism.ep=2"), "parallelism.ep: 2", "model=moe_tiny"),

@@ -30,7 +30,7 @@ def unnamed(record: Mapping[str, object], options: RecordOptions) -> list[str]:
     """Return the names of the fields that ``renamed`` leaves out.
 
     With ``only_columns``, these are the fields that no column names; otherwise, those that a renamed field
-    replaces.
+    replaces. A key of the messages in a field is returned as ``FIELD[].KEY``.
     """
     if options.only_columns:
         named = set(options.columns.values())
@@ -51,7 +51,7 @@ def unnamed(record: Mapping[str, object], options: RecordOptions) -> list[str]:
 
 
 def _displaced(fields: Mapping[str, object], columns: Mapping[str, str]) -> Iterator[str]:
-    """Yield each name that ``columns`` gives to another field although ``fields`` has a value under it."""
+    """Yield each new name in ``columns`` under which ``fields`` already has a value, which is replaced."""
     for ours, theirs in columns.items():
         has_own = ours not in columns.values() and fields.get(ours) not in (None, "", [], {})
         if fields.get(theirs) is not None and has_own:

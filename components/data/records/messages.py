@@ -111,12 +111,15 @@ def begins_with_system(turns: object) -> bool:
 
 
 def ends_without_an_answer(turns: object) -> bool:
-    """Return whether ``turns``, a field of a record, is a list of messages without an answer at its end."""
+    """Return whether ``turns``, a field of a record, is a list of messages whose last is not an answer."""
     return isinstance(turns, list) and bool(turns) and _role(turns[-1]) not in (None, "assistant")
 
 
 def _role(raw: object) -> str | None:
-    """Return the role of a message as it is in a record. None means that it has none."""
+    """Return the role of a message of a record, in the spelling of chat templates.
+
+    A role that is not in ``SPELLINGS`` is returned unchanged. None means that the message has no role.
+    """
     name = (raw.get("role") or raw.get("from")) if isinstance(raw, dict) else None
     return SPELLINGS.get(name, name) if isinstance(name, str) else None
 

@@ -209,7 +209,9 @@ def _read_json(path: Path, reading: Reading) -> Iterator[Item]:
             return
         raise _malformed(f"{path}:{error.lineno}", error) from error
     if not isinstance(records, list):
-        raise ConfigError(f"{path}: is a JSON {_kind(records)}, not a list of objects. Wrap it in [ ].")
+        raise ConfigError(
+            f"{path}: is a JSON {_kind(records)}, not a list of objects. Write one object per sample in [ ]."
+        )
     for row, record in enumerate(records, start=1):
         reading.at_row(row, len(records))
         yield _object(record, f"{path}:{row}"), f"{path}:{row}"

@@ -63,7 +63,7 @@ class IndexedTokens:
 
     @classmethod
     def open(cls, prefix: Path, *, max_length: int | None = None, name: str = "") -> Self:
-        """Open the two files, memory-mapped.
+        """Open the files ``prefix``.bin and ``prefix``.idx, memory-mapped.
 
         Raises:
             ConfigError: if a file is missing, is not an index of this version, or does not match the other.

@@ -87,7 +87,10 @@ class BadRecord:
 
 
 def list_bad_records(folder: Path, records: Iterable[tuple[str, BadRecord]]) -> None:
-    """Append records, each given with its source, to ``BAD_RECORDS`` in ``folder`` unless it has them."""
+    """Append bad records, given as ``(source, record)``, to the file ``BAD_RECORDS`` in ``folder``.
+
+    Records that the file already contains are left out.
+    """
     lines = dict.fromkeys(json.dumps({"source": source, **asdict(bad)}) + "\n" for source, bad in records)
     if not lines:
         return
@@ -460,7 +463,11 @@ def digest(value: object) -> str:
 
 
 def file_digest(path: Path, cache: Path) -> str:
-    """Return the SHA-256 of a file, cached for a large file so that a second run starts at once."""
+    """Return the SHA-256 of a file in hexadecimal digits.
+
+    That of a file of at least ``_MEMO_BYTES`` is cached in the folder ``cache``, by path, size, modification
+    time and inode.
+    """
     stat = path.stat()
     memo = cache / "digests" / digest([str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
     with suppress(DamagedFile):

@@ -53,7 +53,10 @@ class StreamedTokens:
         return encoder_inputs(piece, encoder.kind, encoder.options, split=self._splits_pairs)
 
     def write(self, path: Path, chunk: int) -> bool:
-        """Write the source's part of the next chunk, number ``chunk``; return whether it has a sample."""
+        """Write this source's part of chunk ``chunk`` to ``path``; return whether the part has a sample.
+
+        Chunks must be written in order, because each call continues to read where the last one ended.
+        """
         with new_writer(path, self._encoder, self._format) as writer:
             number = self._stream.num_records(self._source, chunk) * (2 if self._splits_pairs else 1)
             while writer.meta.records < number:

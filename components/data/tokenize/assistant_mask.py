@@ -158,8 +158,8 @@ def template_for(tokenizer: PreTrainedTokenizerBase, sample: Conversational, ori
         )
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"model.tokenizer: {name} cannot tell which characters a token covers. "
-            "Use its fast version (with a tokenizer.json)."
+            f"model.tokenizer: {name} is a slow tokenizer, without the character offsets of tokens that the "
+            "assistant mask needs. Use its fast version (with a tokenizer.json)."
         )
     try:
         source = tokenizer.get_chat_template(tools=sample.tools)
@@ -226,7 +226,10 @@ def _before_answer(chat: Conversation, turn: int, prompt: str) -> str:
 
 
 def _end(chat: Conversation, turn: int) -> int | None:
-    """Return the end of the turn's stop token. None means that the rendered texts do not determine it."""
+    """Return the position in the text at which the turn's stop token ends.
+
+    None means that the rendered texts do not determine this position.
+    """
     last = turn == len(chat.messages) - 1
     through = chat.text if last else chat.template.render(chat.messages[: turn + 1])
     if chat.text.startswith(through.rstrip()):

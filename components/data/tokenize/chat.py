@@ -44,8 +44,8 @@ class Encoded:
     """One sequence of tokens.
 
     ``mask[t]``: whether token t is a target of the loss. ``prompt_length``: number of tokens before the first
-    target; for a pair, of the prompt that both sequences begin with. ``stop_trained``: whether the token that
-    ends the last assistant turn (for a document, the end-of-sequence token) is a target.
+    target; for a pair, number of prompt tokens that both sequences share. ``stop_trained``: whether the token
+    that ends the last assistant turn (for a document, the end-of-sequence token) is a target.
     """
 
     input_ids: Sequence[int]
@@ -188,7 +188,7 @@ def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _with_shared_prompt(pair: list[Encoded]) -> list[Encoded]:
-    """Return the pair with the length of the prompt that both sequences begin with.
+    """Return the pair with ``prompt_length`` set to the number of prompt tokens that both sequences share.
 
     A token that spans the border of prompt and answer may differ; then it is not shared.
     """

@@ -44,7 +44,11 @@ def encoder_inputs(
     *,
     split: bool,
 ) -> Iterator[EncoderInput]:
-    """Return the inputs of an ``Encoder`` for the items of a source; with ``split``, two for each pair."""
+    """Return the inputs of an ``Encoder`` for the items of a source.
+
+    Items of ``unpaired`` data get a mismatched answer for the KL term of KTO; with ``split``, each pair is
+    first split into two items. Items of other kinds are returned unchanged.
+    """
     if kind != "unpaired":
         return items
     return with_kl_completions(split_pairs(items) if split else items, options)

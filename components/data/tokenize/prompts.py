@@ -47,7 +47,8 @@ class Prompt:
             return ids
         if not tokenizer.chat_template:
             raise ConfigError(
-                f"{self.origin}: is a conversation, and the model has no chat template; use strings=plain."
+                f"{self.origin}: is a conversation, and the tokenizer has no chat template; use a model "
+                "with a chat template, or a prompt that is one string, with strings=plain."
             )
         template = Template(tokenizer, self.tools, self.template_kwargs, "", frozenset(), self.origin)
         text = template.render(self.turns, prompt=True)

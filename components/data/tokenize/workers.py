@@ -1,4 +1,7 @@
-"""Tokenise sources into token stores: in parallel if they are large, in constant memory, once per content."""
+"""Tokenise sources into token stores in the cache, in constant memory, and in parallel if sources are large.
+
+A source whose content and options have not changed since an earlier run is not tokenised again.
+"""
 
 import ast
 import ctypes
@@ -62,10 +65,10 @@ def encode_batches(
     *,
     patience_s: float = _PATIENCE_S,
 ) -> Generator[TokenChunk]:
-    """Yield a chunk per batch, in order.
+    """Yield one ``TokenChunk`` per batch, in order.
 
-    The batches are read only a little ahead. Workers are started if more is left after ``patience_s`` seconds
-    of encoding in this process.
+    Batches are read only a little ahead. If batches are left after ``patience_s`` seconds of encoding in this
+    process, and ``num_workers`` is above 1, worker processes encode them.
     """
     spent = 0.0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""The FSDP2 engine: weights are sharded, and sums are divided once per step."""
+"""The FSDP2 engine: weights are sharded, and gradients are summed and then divided once per step."""
 
 import gc
 import logging

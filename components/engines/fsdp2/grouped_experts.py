@@ -77,8 +77,8 @@ class GroupedExperts(nn.Module):
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return ``[T, H]``: for each token, the sum of its experts' outputs, weighted by ``weights``.
 
-        ``chosen``, the experts of each token, and ``weights`` are ``[T, K]``. Collective over ep and over tp
-        ranks. Ranks of ep have different tokens.
+        ``hidden`` is ``[T, H]``; ``chosen``, the experts of each token (int64), and ``weights`` are
+        ``[T, K]``. Collective over ep and over tp ranks. Ranks of ep have different tokens.
         """
         copies, experts = chosen.shape[1], chosen.reshape(-1)
         order = experts.argsort(stable=True)

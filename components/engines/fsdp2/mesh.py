@@ -96,7 +96,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def from_local_shard(local: Tensor, mesh: DeviceMesh, cuts: Sequence[Shard]) -> Tensor:
-    """Return a DTensor with the shard ``local`` of a matrix that is split evenly over ``mesh``."""
+    """Return a matrix as a DTensor whose shard on this rank is ``local``; they share memory.
+
+    The matrix is split evenly over each dimension of ``mesh``, by the placement in ``cuts`` for it.
+    """
     shape = list(local.shape)
     for size, placement in zip(mesh.shape, cuts, strict=True):
         shape[placement.dim] *= size

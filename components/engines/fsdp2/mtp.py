@@ -34,9 +34,13 @@ class MTPHead:
     ) -> Iterator[Tensor]:
         """Yield the normalized hidden states ``[B, L, H]`` of every depth.
 
+        Call it once after each forward pass of the model, because it uses the masks and positions of that
+        pass.
+
         Args:
-            hidden: output of the last norm, from the preceding forward pass.
-            ids: int64 ``[B, L]`` by depth k: the tokens k positions later.
+            hidden: output of the last norm in that forward pass, ``[B, L, H]``.
+            ids: for each depth k, from 1: the tokens k positions later, int64 ``[B, L]``.
+            embed: function that returns the embeddings ``[B, L, H]`` of such tokens.
         """
         seen, self.seen = self.seen, {}
         for layer, tokens in zip(self.layers, ids, strict=True):

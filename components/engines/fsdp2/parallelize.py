@@ -273,7 +273,10 @@ def copy_weights(scorer: LogProbModel, trained: WeightSource, frozen: WeightSour
 def apply_fsdp(
     scorer: LogProbModel, mesh: DeviceMesh, expert_mesh: DeviceMesh, layout: FSDP2Layout, dtype: torch.dtype
 ) -> None:
-    """Apply ``fully_shard`` to every block, then to the root, with gradients summed instead of averaged."""
+    """Apply ``fully_shard`` to experts that ep ranks split, then to each group of blocks, then to the root.
+
+    Gradients are summed over ranks instead of averaged.
+    """
     # Inputs are ids, labels and fp32 label weights, and casting the latter would round the loss.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options: Json = {"mesh": data_mesh(mesh), "mp_policy": policy}

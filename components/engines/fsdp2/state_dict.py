@@ -38,10 +38,10 @@ def load(
 
 
 def load_weights(path: Path, weights: Weights, biases: Mapping[str, Tensor]) -> None:
-    """Restore the weights to evaluate, and neither optimizer state nor random states.
+    """Restore only the weights that evaluations use, without optimizer state and random states.
 
-    They are the average of an optimizer such as schedule-free AdamW, or else the trained weights. ``biases``
-    are the router biases.
+    If the optimizer keeps averaged weights, as schedule-free AdamW does, these are read; otherwise, the
+    trained weights are. ``biases`` are the router biases. Every rank calls this function.
     """
     kind = StoredTensors(path).kind_to_evaluate
     load_tensors(path, weight_tensors(weights, biases, kind))

@@ -1,4 +1,4 @@
-"""Checks of the limits of the Megatron engine, before a process starts and without importing megatron."""
+"""Checks that the Megatron engine supports a run, before any rank starts and without importing megatron."""
 
 import math
 
@@ -166,8 +166,8 @@ def check_mtp(layout: Layout, config: PreTrainedConfig) -> None:
         )
     if "t" not in chunk_layers(layout, config.num_hidden_layers)[-1][-1]:
         raise ConfigError(
-            f"parallelism.pipeline_layout: {layout.pipeline_layout!r} ends without a layer, and those of "
-            f"model.mtp.num_layers={count} are like the last one there; use one with a t before L."
+            f"parallelism.pipeline_layout: the last part of {layout.pipeline_layout!r} has no layer, but the "
+            f"layers of model.mtp.num_layers={count} are built like the last layer there; use a t before L."
         )
 
 
@@ -249,8 +249,8 @@ def check_supported(model: PreTrainedModel) -> None:
     for key, value in COMPUTED.items():
         if getattr(config, key, value) != value:
             raise ConfigError(
-                f"model: {key}={getattr(config, key)} of {kind}: the Megatron engine computes {value} only; "
-                f"{instead}"
+                f"model: {key}={getattr(config, key)} of {kind} is not supported by the Megatron engine, "
+                f"which needs {value}; {instead}"
             )
     rope, types = config.rope_parameters, LATENT_ROPE_TYPES if has_latents(config) else ROPE_TYPES
     if rope["rope_type"] not in types:
@@ -367,8 +367,8 @@ def why_no_transformer_engine(
 ) -> str | None:
     """Return the reason why transformer-engine cannot compute this run, or None if it can.
 
-    Its attention kernels for packed sequences support only half precision, and no ``cp_comm_type`` of this
-    engine to split a sequence over ranks.
+    Its attention kernels for packed sequences support only half precision. With context parallelism, they
+    support none of the ``cp_comm_type`` of this engine.
     """
     window = getattr(config, "sliding_window", None)
     latent = f"the latent attention of {config.model_type} is computed by local only"

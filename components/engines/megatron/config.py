@@ -61,7 +61,8 @@ class Megatron(Layout):
             )
         if options.kernels == "liger":
             raise ConfigError(
-                "run.kernels: Megatron's are those of parallelism.transformer_impl; use run.kernels=auto."
+                "run.kernels: liger's kernels are only for FSDP2, and parallelism.transformer_impl selects "
+                "those of Megatron; use run.kernels=auto."
             )
         check_run(self, model, optimizer, options, world_size=world_size)
         if options.float8:

@@ -1,8 +1,8 @@
-"""Float8 products of Megatron's layers (``run.dtype=fp8``), which transformer-engine computes.
+"""Float8 matrix products of Megatron's layers (``run.dtype=fp8``), which transformer-engine computes.
 
 The operands of each product are scaled and rounded: activations and weights to e4m3, and gradients of
-activations to e5m2 (``tensorwise``) or e4m3. The scales follow from the values of the same product, so a
-checkpoint does not need them.
+activations to e5m2 (``tensorwise``) or e4m3. The scales are computed from the operands themselves, not from
+those of earlier steps (delayed scaling), so checkpoints do not contain them.
 """
 
 from collections.abc import Mapping

@@ -91,10 +91,10 @@ class Layout:
     """Further fields of Megatron's ``TransformerConfig``, which no other key sets."""
 
     def gathers_during_forward(self, *, whole_updates: bool) -> bool:
-        """Return ``overlap_param_gather``, or its default.
+        """Return whether updated weights are gathered during the next forward pass.
 
-        ``whole_updates`` means that each full weight is updated by the rank that owns it, in place of
-        Megatron's own optimizers.
+        This is ``overlap_param_gather``, or its default. ``whole_updates`` means that each full weight is
+        updated by the rank that owns it, in place of Megatron's own optimizers.
         """
         if self.overlap_param_gather is not None:
             return self.overlap_param_gather
@@ -106,7 +106,10 @@ class Layout:
         return device == "cuda" if self.bias_activation_fusion is None else self.bias_activation_fusion
 
     def groups_experts(self, model: PreTrainedModel, adapter: LoRA | None) -> bool:
-        """Return ``moe_grouped_gemm``, or its default for a model with experts."""
+        """Return whether the experts of a rank are computed together.
+
+        This is ``moe_grouped_gemm``, or its default: true unless ``adapter`` targets experts.
+        """
         if self.moe_grouped_gemm is not None:
             return self.moe_grouped_gemm
         return adapter is None or not adapter.expert_targets(model)

@@ -54,7 +54,7 @@ def check_uneven(layout: Layout, num_layers: int) -> None:
     if left < 0 or (left > 0 and not stages) or (stages and (left == 0 or left % (stages * layout.vpp))):
         words = " + ".join(f"{key} = {layers}" for key, layers in told.items())
         chunks = stages * layout.vpp
-        needed = f"a multiple of {chunks}, and one at least" if chunks else "none"
+        needed = f"a positive multiple of {chunks}" if chunks else "none"
         raise ConfigError(
             f"parallelism.{next(iter(told))}: {words} leaves {left} of {num_layers} layers to {stages} other "
             f"stage(s) of vpp = {layout.vpp} chunks; leave {needed}."

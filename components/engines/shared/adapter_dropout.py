@@ -69,9 +69,10 @@ class Dropout(torch.autograd.Function):
 
 
 def masked(values: Tensor, tokens: Tensor, channels: Tensor, probability: float) -> Tensor:
-    """Return ``values [..., H]`` times the mask of ``tokens [..., 1]`` and ``channels [H]``.
+    """Return ``values [..., H]`` with dropout: each element is 0, or is divided by 1 - ``probability``.
 
-    On a GPU with Triton, this is one kernel that reads ``values`` and writes the result.
+    The int32 hashes ``tokens [..., 1]`` and ``channels [H]`` determine which elements are 0. On a GPU with
+    Triton, this is one kernel that reads ``values`` and writes the result.
     """
     numbers = min(round(probability * 2**32), MASK) - 2**31, 1 / (1 - probability)
     if torch.compiler.is_compiling():

@@ -65,9 +65,10 @@ def install_fp32_attention() -> Library:
 
 
 def replace_kernels(functions: Mapping[str, Callable[..., Any]]) -> Library:
-    """Call a function, with torch's CPU kernel as first argument, in place of each operator of aten.
+    """Replace the CPU kernels of the aten operators that are the keys of ``functions`` by its values.
 
-    This lasts as long as the result exists.
+    A function gets torch's own kernel and the dispatch keys, then the arguments of the operator. The
+    replacement lasts as long as the returned ``Library`` exists.
     """
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():

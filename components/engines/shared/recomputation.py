@@ -20,7 +20,10 @@ the MLP of a dense block, and the router with all experts of an MoE block."""
 
 
 def recomputed_modules(how: str, modules: Sequence[Module] | None) -> tuple[Module, ...]:
-    """Return the modules that are recomputed in every block, none unless ``how`` is ``selective``."""
+    """Return the modules that are recomputed in every block, none unless ``how`` is ``selective``.
+
+    If ``modules`` is None, only ``core_attn`` is recomputed.
+    """
     if how != "selective":
         return ()
     return ("core_attn",) if modules is None else tuple(modules)
@@ -36,8 +39,8 @@ def recompute_more(how: str, modules: Sequence[Module] | None, first: int | None
 def recomputed_share(how: str, first: int | None, chunks: Sequence[int]) -> float:
     """Return the share of layers that are recomputed as a whole: the first ``first`` of every chunk.
 
-    None means all layers. The share is 0 unless ``how`` is ``full``. ``chunks`` are the numbers of layers of
-    the pipeline's model chunks; a model without pipelining is one chunk.
+    If ``first`` is None, these are all layers. The share is 0 unless ``how`` is ``full``. ``chunks`` are the
+    numbers of layers of the pipeline's model chunks; a model without pipelining is one chunk.
     """
     if how != "full":
         return 0.0

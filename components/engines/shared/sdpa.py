@@ -31,8 +31,9 @@ def packed_sdpa(
 ) -> Tensor:
     """Compute causal attention for a packed row, with one call of ``causal_sdpa`` per sequence.
 
-    ``spans`` and ``key_spans`` are the numbers of queries and keys of each sequence. None means as many keys
-    as queries.
+    The shapes are those of ``causal_sdpa`` with B = 1; the sequences follow one another in the dimension T.
+    ``spans`` and ``key_spans`` are the numbers of queries and keys of each sequence. If ``key_spans`` is
+    None, there are as many keys as queries.
     """
     key_spans = spans if key_spans is None else key_spans
     # Split, not sliced: the backward of each slice would fill a whole tensor with zeros.

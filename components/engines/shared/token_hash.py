@@ -26,8 +26,8 @@ def token_hashes(batch: Batch, seed: int) -> Tensor:
     """
     if batch.sequence_keys is None or batch.prefix_lengths is not None:
         raise ConfigError(
-            "Batch.sequence_keys: model.neftune_alpha and adapter.dropout need a key of each sequence, "
-            "another one in every step, and sequences that share no prompt."
+            "Batch.sequence_keys: model.neftune_alpha and adapter.dropout need a key for each sequence, "
+            "which differs in every step, and no shared prompts; set such keys, and leave out prefix_lengths."
         )
     keys = batch.sequence_keys + seed
     keys = scramble(scramble(keys & MASK) ^ (keys >> 32 & MASK))

@@ -279,9 +279,9 @@ def row_max(logits: Tensor) -> Tensor:
 
 
 class Gradients:
-    """Gradients of hidden rows, weight and bias, if needed.
+    """Gradients of hidden rows ``[n, H]``, weight ``[V, H]`` and bias ``[V]``, computed in chunks of rows.
 
-    Those of weight and bias are accumulated in at least fp32.
+    Those that are not ``needed`` are None. Those of weight and bias are accumulated in at least fp32.
     """
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:

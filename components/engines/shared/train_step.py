@@ -90,9 +90,9 @@ class TrainStepEngine(Engine):
 
     @abstractmethod
     def reference_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's parts of the frozen reference's weights.
+        """Yield ``(reference, trained)``: this rank's part of each weight in the reference and in the model.
 
-        Each is yielded with the same part of the trained model's weights.
+        The caller changes ``reference`` in place.
         """
 
     # ---- the train step

@@ -53,7 +53,7 @@ def export_folder(
 
 
 def write_configs(spec: ModelSpec, path: Path, dtype: torch.dtype) -> None:
-    """Write the configurations of the model and, if it brings one, of its text generation."""
+    """Write config.json and, if the folder of the initial model has one, a copy of generation_config.json."""
     config = spec.config()
     config.use_cache, config.dtype = True, dtype
     if not spec.trust_remote_code:

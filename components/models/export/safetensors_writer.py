@@ -62,7 +62,11 @@ def stored_tensors(
 def stream_file(
     path: Path, shapes: Mapping[str, torch.Size], source: Callable[[str], Tensor], dtype: torch.dtype
 ) -> None:
-    """Write a safetensors file, in which tensors are ordered by dtype (widest first), then by name."""
+    """Write a safetensors file with one tensor in memory at a time.
+
+    ``source`` returns the tensor of a name, with its shape in ``shapes``. A tensor is stored in ``dtype``, or
+    in fp32 if it is a router bias. Tensors are ordered by dtype (widest first), then by name.
+    """
     dtypes = {name: stored_dtype(name, dtype) for name in shapes}
     sizes = {name: size_of(shape, dtypes[name]) for name, shape in shapes.items()}
     names = sorted(sizes, key=lambda name: (-dtypes[name].itemsize, name))

@@ -204,9 +204,10 @@ class BlockActivations:
         return self.saved(tokens) + int(tokens * further * self.run.size)
 
     def backward_of_norm(self, tokens: int) -> int:
-        """Return the bytes in the norm before the MLP, where the gradients peak if the MLP is narrow.
+        """Return the bytes in the backward pass of the norm before the MLP, the peak if the MLP is narrow.
 
-        All tensors of the MLP have been freed. DoRA needs the most memory before there are any gradients.
+        All tensors of the MLP have been freed. With DoRA, the peak may instead be just before this backward
+        pass, when there are no gradients yet.
         """
         freed = self.mlp.kept * self.run.size + self.hidden * (self.norm_product + self.run.size)
         of_norm = self.hidden * self.norm_gradients - freed

@@ -96,7 +96,10 @@ def find_device(
 
 
 def named(name: str, budget: int | None, dtype: torch.dtype) -> Device:
-    """Return a GPU from the data sheets, which need not be in this machine.
+    """Return the GPU ``name`` with the figures of its data sheet; this machine need not have such a GPU.
+
+    ``budget`` is the memory to assume, in bytes. None means that of the data sheet. ``dtype`` selects the
+    peak FLOP/s.
 
     Raises:
         ConfigError: if there is no data sheet of ``name``.
@@ -124,9 +127,9 @@ def parse_size(text: str) -> int:
 
 
 def machine_memory() -> int:
-    """Return the bytes available to this process and its children.
+    """Return the bytes of memory that this process and its children may use, whether free or not.
 
-    This is the memory of the machine, or the limit of the cgroup if it is lower.
+    This is the memory of the machine, or the limit of the cgroup if that is lower.
     """
     limits = [
         int(text)

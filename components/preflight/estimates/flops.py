@@ -131,7 +131,7 @@ def passes_without_gradient(
 
 
 def step_flops(sizes: MatmulSizes, stats: BatchStats, forward_only: Sequence[MatmulSizes] = ()) -> float:
-    """Return the ``train_flops`` of a global batch."""
+    """Return the FLOPs of a train step on the global batch that ``stats`` describes: see ``train_flops``."""
     return train_flops(
         sizes,
         num_tokens=stats.num_computed_tokens,

@@ -96,7 +96,7 @@ class BlockParameters:
         return (self.numel - self.float8) * size + self.float8 + self.quantized_bytes
 
     def ep_gathered(self, size: int) -> int:
-        """Return the part of ``gathered`` that ep ranks split, which is gathered separately."""
+        """Return the part of the bytes of ``gathered`` that ep ranks split; it is gathered separately."""
         return (self.ep_numel if self.gathers_frozen else self.ep_trained) * size
 
     def dequantized_bytes(self, size: int) -> int:
@@ -109,7 +109,7 @@ class BlockParameters:
 
 @dataclass(frozen=True)
 class ModelParameters:
-    """Parameters of a model on one tensor-parallel rank."""
+    """Numbers of elements of the parameters of a model on one tensor-parallel rank."""
 
     blocks: tuple[BlockParameters, ...]
     root: BlockParameters
@@ -289,10 +289,11 @@ class StepMemory:
         }
 
     def during_head(self, *, passes_back: bool) -> Bytes:
-        """Return the bytes after the last block, in the forward pass or when the backward pass begins.
+        """Return the bytes in the output head: in the forward pass, or in the backward pass.
 
-        An all-gather buffer of the last group exists: that of the forward pass until this ends, and then that
-        for the backward pass, unless the weights were kept. The result of the last norm is freed between.
+        An all-gather buffer of the last group of blocks exists: in the forward pass that of this pass, and in
+        the backward pass, unless the weights were kept, that for the blocks' backward pass. The result of the
+        last norm is freed after the forward pass.
         """
         reshards = self.layout.reshard_after_forward
         kept, last = () if reshards else self.weights.blocks, self.parts_of(self.groups[-1])
@@ -398,7 +399,7 @@ class StepMemory:
         return self.weights.embedding * self.size if later and not tied else 0
 
     def gathered_backward(self, number: int, part: str) -> int:
-        """Return the bytes of gathered weights in the backward pass of a block, with those that are coming.
+        """Return the bytes of gathered weights in the backward pass of a block, including prefetched ones.
 
         Experts that ep ranks split are freed after their own backward pass.
         """
@@ -410,13 +411,13 @@ class StepMemory:
         return self.gathered(self.parts_of(group)) - separate + self.coming(group)
 
     def gathered_after(self, group: range) -> int:
-        """Return the bytes of gathered weights after a group's backward pass, once the group's are freed."""
+        """Return the bytes of gathered weights after a group's backward pass, without those of the group."""
         if not self.layout.reshard_after_forward:
             return self.gathered(self.weights.blocks[: group.start])
         return self.gathered(()) + self.coming(group)
 
     def coming(self, group: range) -> int:
-        """Return the bytes of weights of earlier groups that are prefetched in a group's backward pass."""
+        """Return the bytes of the all-gather buffers of the groups prefetched in a group's backward pass."""
         before = self.groups[: self.groups.index(group)][-(self.layout.prefetch_groups or 1) :]
         coming = sum(self.sent(*self.parts_of(each)) for each in before)
         return coming * (2 if self.run.device == "cpu" else 1)
@@ -567,15 +568,15 @@ class StepMemory:
         return self.weights.blocks[group.start : group.stop]
 
     def sent(self, *parts: BlockParameters) -> int:
-        """Return the bytes of the buffers from which all-gathers copy the weights of ``parts``.
+        """Return the bytes of the all-gather buffers from which FSDP2 copies the weights of ``parts``.
 
-        Experts that ep ranks split are left out: see `ep_sent`.
+        Experts that ep ranks split are left out: they have a buffer of their own (``ep_sent``).
         """
         each = (part.gathered(self.size) - part.ep_gathered(self.size) for part in parts)
         return sum(each) if self.shards > 1 else 0
 
     def ep_sent(self, part: BlockParameters) -> int:
-        """Return the bytes of the buffer from which the experts that ep ranks split are gathered."""
+        """Return the bytes of the all-gather buffer of the experts that ep ranks split."""
         return part.ep_gathered(self.size) if self.shards > self.layout.ep else 0
 
     def saved(self, num_blocks: int, resident: int) -> int:

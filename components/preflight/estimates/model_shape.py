@@ -56,7 +56,7 @@ def latent_widths(
 
 @lru_cache(maxsize=8)
 def moe_block_numbers(model: PreTrainedModel) -> frozenset[int]:
-    """Return the numbers of the MoE blocks."""
+    """Return the indices of the MoE blocks, from 0."""
     found = (re.search(r"\.(\d+)\.", name) for name in moe_blocks(model))
     return frozenset(int(number[1]) for number in found if number)
 

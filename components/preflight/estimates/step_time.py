@@ -160,7 +160,7 @@ def comm_inputs(case: Candidate, work: StepWork) -> CommInputs:
 
 
 def step_time(case: Candidate, work: StepWork) -> StepTime:
-    """Estimate the time of a step: of ``work`` divided over all ranks, and of the layout's ``StepCost``."""
+    """Estimate the time of a step from ``work``, divided evenly over ranks, and the layout's ``StepCost``."""
     device = case.device
     cost = comm_cost(case.layout, work.size, comm_inputs(case, work))
     again = cost.recomputed * work.forward

@@ -64,7 +64,7 @@ def search(case: Candidate, work: StepWork, devices: int) -> list[PlanResult]:
 
 
 def meshes(case: Candidate, devices: int) -> Iterator[tuple[str, Config]]:
-    """Yield the engine and the keys of every layout of the devices."""
+    """Yield the engine's name and the keys of ``parallelism`` for every layout of ``devices`` devices."""
     layers, per_node = case.model.config.get_text_config().num_hidden_layers, case.device.per_node
     sharded = not isinstance(case.optimizer, SGD)
     experts = number_of_experts(case.model)
@@ -118,10 +118,10 @@ def plan_overrides(engine: str, case: Candidate) -> tuple[str, ...]:
 
 
 def plan(case: Candidate, devices: int) -> Report:
-    """Return the report of the fastest layouts for ``devices``.
+    """Return a report of the fastest layouts of ``devices`` devices that fit into memory, fastest first.
 
     Raises:
-        ConfigError: if no layout of ``devices`` fits.
+        ConfigError: if no layout fits.
     """
     work = step_work(case)
     found = search(case, work, devices)

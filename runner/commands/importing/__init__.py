@@ -1,1 +1,1 @@
-"""Configurations of other tools as commands: see ``runner.commands.import_config``."""
+"""Translation of other tools' configurations into commands: see ``runner.commands.import_config``."""

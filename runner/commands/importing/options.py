@@ -10,7 +10,10 @@ COMBINED = ("stage.loss", "stage.loss_weights")
 
 
 def translate_option(work: Translation, name: str) -> None:
-    """Translate an option of ``left`` by its row in the dictionary, or record why it has none."""
+    """Translate the option ``name`` by its row in other_tools.yaml, and remove it from ``work.left``.
+
+    If the option is not needed here or has no equivalent, ``work`` records the reason instead.
+    """
     value = work.left.pop(name)
     needless, lacking = (work.reason(kind, name, exact=True) for kind in ("not_needed", "no_equivalent"))
     row = None if needless or lacking else work.row(name)

@@ -20,7 +20,10 @@ def choose_batch(work: Translation, ranks: int | None) -> None:
         ranks = tp * cp * replicas * shards
         work.checks["ranks"] = f"it is not given; for {ranks} rank(s). Give ranks=N for the batch of N GPUs"
     if ranks % (tp * cp * replicas):
-        raise ConfigError(f"ranks: {ranks} is not divisible by {tp * cp * replicas}; correct it.")
+        raise ConfigError(
+            f"ranks: {ranks} is not divisible by {tp * cp * replicas}, the product of the sizes of tensor "
+            f"({tp}), context ({cp}) and replicated data parallelism ({replicas}); correct it."
+        )
     dp = ranks // (tp * cp)
     sharded = [work.left.pop(name, None) for name in ("deepspeed", "fsdp", "fsdp_config", "fsdp_version")]
     if any(sharded):
@@ -40,7 +43,7 @@ def choose_batch(work: Translation, ranks: int | None) -> None:
 
 
 def choose_optimizer(work: Translation) -> None:
-    """Set ``optimizer.betas``, and what optimizers of the same name have as another default there."""
+    """Set ``optimizer.betas``, and keys whose defaults differ from those of the other tool's optimizer."""
     name = str(work.left.get("optim") or work.left.get("optimizer") or "adamw")
     first, second = work.number("adam_beta1"), work.number("adam_beta2")
     work.words["optimizer.betas"] = [0.9 if first is None else first, second]

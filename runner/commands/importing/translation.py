@@ -89,7 +89,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def is_off(value: object) -> bool:
-    """Return whether a value says that an option is not used, which null, absent here, says too."""
+    """Return whether ``value`` turns an option off. None, for an option without a value, does so too."""
     return str(value).lower() in ("none", "false", "no", "0", "0.0", "[]", "{}")
 
 

@@ -32,7 +32,7 @@ def remember(cu_seqlens: Tensor, positions: Tensor) -> None:
 
 
 def rope_table(cu_seqlens: Tensor, freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return ``mscale`` times the cosines and the sines of the row, ``[L, 1, D]`` in ``dtype``.
+    """Return ``mscale`` times the cosines and the sines of a row's rotary angles, ``[L, 1, D]`` in ``dtype``.
 
     The first half of the sines is negated. Layers that are given the same ``freqs`` share the result.
     """

@@ -84,7 +84,11 @@ class AdaptedLinear(nn.Module):
         return not self.column and not self.whole
 
     def _factor(self, name: str, shape: tuple[int, int], split: int | None) -> nn.Parameter:
-        """Register a parameter in this module itself, so that Megatron gathers it before each call."""
+        """Register a factor in this module itself, so that Megatron gathers it before each call.
+
+        ``shape`` is that of this rank's part, and ``split`` the dimension that tp ranks split. None means
+        that every tp rank has the full factor.
+        """
         parameter = nn.Parameter(self.base.weight.new_empty(shape), requires_grad=name.startswith("lora"))
         if self.expert:  # tp ranks hold different experts, so the gradient norm counts each rank's
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)

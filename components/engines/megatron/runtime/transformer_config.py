@@ -211,9 +211,10 @@ def architecture(hf: PreTrainedConfig) -> Json:
 
 
 def moe_arguments(hf: PreTrainedConfig, layout: Layout) -> Json:
-    """Return the options for the sizes of experts and for the token exchange.
+    """Return the fields of ``TransformerConfig`` for the sizes of experts and for the token exchange.
 
-    ``moe_router.Router`` chooses the experts and computes the load balancing loss, not Megatron's router.
+    There are none for a model without experts. ``moe_router.Router`` chooses the experts and computes the
+    load balancing loss, not Megatron's router.
     """
     found = read_moe_config(hf)
     if found is None:

@@ -119,9 +119,9 @@ class WholeWeightUpdate(WholeWeightOptimizer):
         """Do nothing: gradients are only in the buffers of Megatron's data parallelism."""
 
     def read(self, parameter: nn.Parameter, _: str) -> Tensor:
-        """Return the master weights in the shape of the parameter, on every rank that holds the parameter.
+        """Return the fp32 master weights in the shape of ``parameter``.
 
-        Collective over these ranks.
+        Collective over the ranks that hold ``parameter``: each of them gets the result.
         """
         whole = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
         for weight in self.parts[parameter]:

@@ -48,7 +48,7 @@ def test_the_factors_are_those_of_peft(niter: int | None, rslora: bool) -> None:
             {"init_lora_weights": "kaiming", "pissa_niter": 4},
             "adapter.pissa_niter: is 4, .* with adapter.init_lora_weights=pissa",
         ),
-        ("qwen3", {"r": 17}, "adapter.r: 17 is larger than half of a side of .* at most 16"),
+        ("qwen3", {"r": 17}, "adapter.r: 17 is larger than half of the smaller side of .* at most 16"),
         ("qwen3_moe", {}, "adapter.init_lora_weights: is pissa, .* does not support for the experts"),
     ],
 )

@@ -443,7 +443,7 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             {"sources": [{"path": "a"}], "stopping_strategy": "all_exhausted"},
             r"data.stopping_strategy: is only read with shares; give",
         ),
-        ({"train": "a", "buffer_size": 9}, r"data.buffer_size: is that of a stream; use data.streaming=true"),
+        ({"train": "a", "buffer_size": 9}, r"data.buffer_size: is only read with data.streaming=true"),
         ({"train": "a", "streaming": True, "buffer_size": 0}, r"data.buffer_size: must be at least 1"),
         (
             {"train": "a", "streaming": True, "eval_fraction": 0.1},
@@ -462,7 +462,7 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             {"sources": "99 a 1 b", "streaming": True, "buffer_size": 50},
             r"data.buffer_size: less than one of 50 records is of data.sources\[1\], by its share; raise it",
         ),
-        ({"train": "a.bin", "streaming": True}, r"data.streaming: a.bin is read where it is needed; leave"),
+        ({"train": "a.bin", "streaming": True}, r"data.streaming: a.bin is an indexed data set.*; leave"),
         ({"train": "a", "eval": {"a/b": "c"}}, r"data.eval: 'a/b' is not a name .*; use letters"),
         ({"sources": [{"path": "a", "repeats": "2"}]}, r"data.sources\[0\].repeats: .*got '2'"),
         ({"sources": [{"path": "a", "repeats": float("inf")}]}, r"data.sources\[0\].repeats"),

@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "chunks": ({"pp": 2, "vpp": 4}, ["parallelism.vpp: 4", "2 layers", "2 stages", "use 1 or 2."]),
     "first stage": (
         {"pp": 3, "first_stage_layers": 1},
-        ["parallelism.first_stage_layers", "leaves 3 of 4 layers to 2 other", "a multiple of 2"],
+        ["parallelism.first_stage_layers", "leaves 3 of 4 layers to 2 other", "a positive multiple of 2"],
     ),
     "all layers in the ends": (
         {"pp": 3, "first_stage_layers": 2, "last_stage_layers": 2},
