@@ -15,6 +15,7 @@ from components.json_text import parse_json
 REASONING_KEYS = ("reasoning_content", "thinking")
 _KEPT_KEYS = ("name", "tool_call_id", *REASONING_KEYS)  # some templates read them
 FLAGS = ("weight", "train", "training", "loss_weight")  # of OpenAI, axolotl (two) and LLaMA-Factory
+_CALL_KEYS = ("name", "id", "type", "description")
 _UNTRAINED = "untrained"
 """Key that marks a message that its record excludes from training. ``split_untrained`` removes the key."""
 
@@ -136,7 +137,11 @@ def read_message(raw: object, where: str, origin: str) -> Message:
         known = ", ".join([*ROLES, *SPELLINGS])
         remedy = f"Use 'role' or 'from' with one of: {known}; or name the role in data.roles."
         fail(origin, f"{where} has the role {name!r}", remedy)
-    message: Message = {"role": role} | _content(raw.get(_present(raw, "content", "value")), where, origin)
+    content = raw.get(_present(raw, "content", "value"))
+    if content is None and role != "assistant":
+        remedy = "Fill it in, or give the name of its key in data.columns.content."
+        fail(origin, f"{where}, a {role} turn, has no content", remedy)
+    message: Message = {"role": role} | _content(content, where, origin)
     if name == "function_call":
         called = _calls(_json(message["content"], where, origin), where, origin)
         message |= {"content": "", "tool_calls": called}
@@ -187,7 +192,7 @@ def _parts(parts: list[object], where: str, origin: str) -> Message:
     for part in parts:
         text = part.get(_present(part, "text", "value")) if isinstance(part, dict) else None
         kind = part.get("type", "text") if isinstance(part, dict) else None
-        if kind not in found or not isinstance(text, str):
+        if not isinstance(kind, str) or kind not in found or not isinstance(text, str):
             if isinstance(kind, str) and kind not in found:
                 remedy = f"Remove it, or set data.ignore_fields=[{kind}] to train without it."
                 fail(origin, f"{where} has a part of type {kind!r}, and only text can be trained on", remedy)
@@ -218,14 +223,21 @@ def has_reasoning_part(raw: Mapping[str, object]) -> bool:
 def _calls(raw: Any, where: str, origin: str) -> list[Tool]:
     """Return OpenAI tool calls, given one call or a list of them.
 
-    A call is ``{name, arguments}``, or an object with that under ``function``.
+    A call is ``{name, arguments}``, or an object with that under ``function``. Llama 3 calls the arguments
+    ``parameters``. A call without arguments may only have a name, an id, a type and a description, because
+    another field may be its arguments.
     """
     calls = []
     for call in raw if isinstance(raw, list) else [raw]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             fail(origin, f"{where} calls no named function", 'Write {"name": ..., "arguments": {...}}.')
-        arguments = function.get("arguments") or {}
+        given = {key: value for key, value in function.items() if value is not None}
+        arguments = given.get("arguments", given.get("parameters"))
+        if arguments is None and (other := next((key for key in given if key not in _CALL_KEYS), None)):
+            remedy = "Rename it to 'arguments' if it has the arguments, or remove it."
+            fail(origin, f"a call in {where} has a field {other!r} and no 'arguments'", remedy)
+        arguments = arguments or {}
         if isinstance(arguments, str):
             arguments = _json(arguments, f"arguments of {where}", origin)
         if not isinstance(arguments, dict):

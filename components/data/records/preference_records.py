@@ -33,7 +33,7 @@ def _margin(record: Mapping[str, object], origin: str) -> float:
         return 0.0
     try:  # a csv file holds text
         margin = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         margin = math.nan
     if not math.isfinite(margin):
         fail(origin, f"field 'margin' is {value!r}", "Write a number, or remove it for a margin of 0.")

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[Format, dict[str, Any], Sample]] = {
         {
             "conversations": [
                 HUMAN,
-                {"from": "function_call", "value": '[{"name": "f"}, {"name": "g", "arguments": "{}"}]'},
+                {"from": "function_call", "value": '[{"name": "f"}, {"name": "g", "parameters": {"y": 2}}]'},
                 {"from": "observation", "value": "1"},
                 {"from": "tool", "value": "2"},
                 GPT,
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Format, dict[str, Any], Sample]] = {
         ChatSample(
             [
                 U,
-                message("assistant", "", tool_calls=[call("f", {}), call("g", {})]),
+                message("assistant", "", tool_calls=[call("f", {}), call("g", {"y": 2})]),
                 message("tool", "1"),
                 message("tool", "2"),
                 A,
@@ -408,6 +408,8 @@ def test_labels_and_margins_of_a_csv_file_are_text(text: str, desirable: bool) -
     ranked, _ = normalize(pair, RecordOptions(format="preference", ranked=True), "f:1")
     assert isinstance(ranked, PreferenceSample)
     assert ranked.margin == 1.5
+    with pytest.raises(RecordError, match="field 'margin' is 1000"):
+        normalize({**pair, "margin": 10**400}, RecordOptions(format="preference", ranked=True), "f:1")
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no real files under {SHARED}")

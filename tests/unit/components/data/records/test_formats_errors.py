@@ -58,6 +58,16 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": 3}, A]},
         "content of messages[0] is of type int",
     ),
+    "content-misnamed": (
+        "messages",
+        {"messages": [{"role": "user", "text": "U"}, A]},
+        "messages[0], a user turn, has no content. Fill it in",
+    ),
+    "part-of-no-type": (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": ["text"], "text": "U"}]}, A]},
+        "messages[0] has a part that is not text",
+    ),
     "image": (
         "messages",
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, A]},
@@ -155,6 +165,11 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
         "messages",
         {"messages": [U, {**A, "train_detail": [{"begin_offset": 0}]}]},
         "an assistant turn is trained as a whole",
+    ),
+    "arguments-misnamed": (
+        "sharegpt",
+        {"conversations": [HUMAN, {"from": "function_call", "value": '{"name": "f", "args": {"x": 1}}'}]},
+        "a call in conversations[1] has a field 'args' and no 'arguments'",
     ),
     "arguments-list": (
         "messages",
