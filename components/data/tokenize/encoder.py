@@ -168,7 +168,7 @@ class Encoder:
         if isinstance(item, Unreadable):
             raise item.error
         sample, unread = self._sample(item, origin)
-        encoded = encode_sample(sample, self.tokenizer, train_on_prompt=self.train_on_prompt, origin=origin)
+        encoded = self._sequences(sample, origin)
         fitted = self._fit(encoded)
         limit = inf if self.max_length is None else self.max_length
         return EncodeResult(
@@ -181,6 +181,19 @@ class Encoder:
             margin=sample.margin if isinstance(sample, PreferenceSample) else 0.0,
             unread=unread,
         )
+
+    def _sequences(self, sample: Sample, origin: str) -> list[Encoded]:
+        """Return the sequences of a sample.
+
+        The mismatched answer is another sample's. If the chat template refuses it after this prompt, the
+        sample's own answer takes its place, because nothing is wrong with the sample itself.
+        """
+        try:
+            return encode_sample(sample, self.tokenizer, train_on_prompt=self.train_on_prompt, origin=origin)
+        except RecordError:
+            if not isinstance(sample, UnpairedSample) or sample.kl_completion == sample.completion:
+                raise
+            return self._sequences(replace(sample, kl_completion=sample.completion), origin)
 
     def _sample(self, item: Content | KLPair, origin: str) -> tuple[Sample, Sequence[str]]:
         if isinstance(item, KLPair):

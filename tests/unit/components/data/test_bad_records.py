@@ -1,5 +1,6 @@
 """``data.on_bad_record``: a bad record ends the preparation with a count, or is left out and named."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,23 @@ def test_mismatched_answers_are_those_of_good_records(
     assert stored.lengths.tolist() == wanted.lengths.tolist()
     for sequence, length in enumerate(wanted.lengths.tolist()):
         assert (stored.tokens(sequence, 0, length) == wanted.tokens(sequence, 0, length)).all()
+
+
+def test_an_answer_that_the_template_refuses_makes_no_other_record_bad(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    good = [{"prompt": [USER], "completion": row["messages"][1:], "label": True} for row in GOOD]
+    refused = {**good[0], "completion": [{"role": "assistant", "content": "REFUSED"}]}
+    strict = copy.deepcopy(tokenizer)
+    refuse = "{% for m in messages %}{% if 'REFUSED' in m['content'] %}{{ raise_exception('no') }}{% endif %}"
+    strict.chat_template = f"{refuse}{{% endfor %}}{tokenizer.chat_template}"
+    lines = [json.dumps(row) for row in (*good[:2], refused, *good[2:])]
+    with pytest.raises(ConfigError, match=r"x\.jsonl:3: the chat template refuses"):
+        prepare(tmp_path, lines, strict, "unpaired")
+    prepared = prepare(tmp_path, lines, strict, "unpaired", on_bad_record="skip")
+    [source] = prepared.audit.train.sources
+    assert (source.samples, source.bad) == (6, 1)
+    assert source.first_bad[0].startswith(f"{tmp_path}/x.jsonl:3: ")
 
 
 def test_no_good_record(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
