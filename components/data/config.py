@@ -26,7 +26,7 @@ from components.data.plans import count_steps
 from components.data.progress import show_progress
 from components.data.splits import SourceTokens, Split, held_out, indexed_source, plan_eval
 from components.data.store.indexed import indexed_prefix
-from components.data.store.token_store import Bools, digest
+from components.data.store.token_store import Bools, Ints, digest
 from components.data.stream.chunks import Stream
 from components.data.stream.producer import Producer, StreamReader
 from components.data.stream.stream_loader import StreamLoader
@@ -280,7 +280,8 @@ class Data(ABC):
         parts: Sequence[SourceTokens]
         parts = [self._part(source, encoder, cache, repeats) for source, repeats in self.train_sources()]
         kept = np.concatenate([part.outcome.kept for part in parts])
-        held = held_out(parts, self.held_out_fraction(), seed)
+        drawn = held_out(parts, self.held_out_fraction(), seed)
+        held = _flags(drawn, len(kept))
         parts = self._mixed(parts, kept & ~held, encoder.kind)
         train = split_of(parts, kept & ~held, self.shuffle)
         if not train.selected.any():
@@ -291,9 +292,7 @@ class Data(ABC):
             )
         if not held.any():
             return train, None
-        if self.max_eval_samples is not None:
-            held[np.flatnonzero(held)[self.max_eval_samples :]] = False
-        return train, split_of(parts, held)
+        return train, split_of(parts, _flags(drawn[: self.max_eval_samples], len(kept)))
 
     def _mixed(
         self, parts: Sequence[SourceTokens], selected: Bools, kind: SampleKind
@@ -371,6 +370,13 @@ class StdlibData(Data):
 
     def eval_sources(self) -> Mapping[str, Source]:
         return {"eval": StdlibSource("eval", self.max_eval_samples)}
+
+
+def _flags(chosen: Ints, number: int) -> Bools:
+    """Return for each of ``number`` samples whether ``chosen`` has its index."""
+    flags = np.zeros(number, np.bool_)
+    flags[chosen] = True
+    return flags
 
 
 def _no_step(num_rows: int, epoch: int, global_batch_size: int) -> ConfigError:

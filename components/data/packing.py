@@ -134,11 +134,11 @@ def plan_epoch(
     return Plan(segments, rows.astype(np.int64) * sequences_per_sample)
 
 
-def hold_out(kept: npt.NDArray[np.bool_], fraction: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Choose the records to hold out of training, bool ``[R]``: at least one, unless no record has a sample.
+def hold_out(kept: npt.NDArray[np.bool_], fraction: float, seed: int) -> npt.NDArray[np.int64]:
+    """Return the indices of the records to hold out of training, int64, in the order of the draw.
 
-    They are drawn from all records, with or without a sample, so that another ``data.max_length`` moves no
-    record from one split to the other.
+    There is at least one, unless no record has a sample. They are drawn from all records, with or without a
+    sample, so that another ``data.max_length`` moves none of those drawn to the other split.
 
     Args:
         kept: whether each record gives a sample, bool ``[R]``.
@@ -146,9 +146,8 @@ def hold_out(kept: npt.NDArray[np.bool_], fraction: float, seed: int) -> npt.NDA
     """
     order = _generator(seed, 0, "hold_out").permutation(len(kept))
     first = np.flatnonzero(kept[order])[:1] + 1  # empty if no record gives a sample
-    held = np.zeros(len(kept), dtype=np.bool_)
-    held[order[: max([round(fraction * len(kept)), *first.tolist()])]] = True
-    return held & kept
+    drawn = order[: max([round(fraction * len(kept)), *first.tolist()])].astype(np.int64)
+    return drawn[kept[drawn]]
 
 
 def _generator(seed: int, epoch: int, purpose: str) -> np.random.RandomState:

@@ -66,16 +66,20 @@ def indexed_source(
     return SourceTokens(source.name, repeats, identity, files, tokens, record)
 
 
-def held_out(parts: Sequence[SourceTokens], fraction: float, seed: int) -> Bools:
-    """Return whether each sample of all ``parts`` is held out of training, bool per sample."""
+def held_out(parts: Sequence[SourceTokens], fraction: float, seed: int) -> Ints:
+    """Return the indices of the samples to hold out of training, in the order of the draw."""
     outcomes = [part.outcome for part in parts]
     if not fraction:
-        return np.zeros(sum(len(outcome.kept) for outcome in outcomes), np.bool_)
+        return np.zeros(0, np.int64)
     starts = np.cumsum([0, *(outcome.num_records for outcome in outcomes)])
     records = np.concatenate([start + records_of(one) for start, one in zip(starts, outcomes, strict=False)])
     kept = np.zeros(starts[-1], np.bool_)
     kept[records] = np.concatenate([outcome.kept for outcome in outcomes])
-    return hold_out(kept, fraction, seed)[records]
+    drawn = hold_out(kept, fraction, seed)
+    places = np.full(len(kept), len(drawn))
+    places[drawn] = np.arange(len(drawn))
+    found = np.flatnonzero(places[records] < len(drawn))
+    return found[np.argsort(places[records[found]], kind="stable")]
 
 
 def records_of(outcome: FilterResult) -> Ints:

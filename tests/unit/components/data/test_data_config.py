@@ -270,6 +270,18 @@ def test_held_out_samples_are_not_trained_on(texts: str, tokenizer: PreTrainedTo
     assert by_seed[0] != by_seed[1]
 
 
+def test_a_limit_of_held_out_samples_leaves_all_sources(
+    tmp_path: Path, texts: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    other = write_texts(tmp_path / "other.jsonl", 40, "other")
+    data = FilesData(sources=[{"path": texts}, {"path": other}], eval_fraction=0.5, max_eval_samples=20)
+    prepared = prepare(data, tokenizer)
+    samples = [source.samples for source in prepared.audit.eval["eval"].sources]
+    assert sum(samples) == 20
+    assert min(samples) > 5
+    assert sum(source.samples for source in prepared.audit.train.sources) == 40
+
+
 def test_what_was_held_out_stays_so_with_another_filter(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
