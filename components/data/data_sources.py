@@ -185,7 +185,9 @@ class HubSource(RecordSource):
         return self.dataset.records(streaming=self.streaming)
 
     def files(self, cache: Path) -> list[str]:  # noqa: ARG002
-        return [str(self.dataset) if self.streaming else self.dataset.fingerprint()]
+        if self.streaming:
+            return [str(self.dataset), self.dataset.version()]
+        return [self.dataset.fingerprint()]
 
 
 def own_options(function: Callable[..., object]) -> list[str]:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from components.contracts.errors import ConfigError
-from components.data.records.record_files import Item, Reading, Records, without_nulls
+from components.data.records.record_files import Item, Reading, Records, without_media, without_nulls
 from components.json_text import one_line
 
 log = logging.getLogger(__name__)
@@ -48,16 +48,28 @@ class HubDataset:
         return Records(self._items(dataset, reading), reading)
 
     def _items(self, dataset: "Dataset | IterableDataset", reading: Reading) -> Iterator[Item]:
-        for row, record in enumerate(dataset, start=1):
+        for row, record in enumerate(without_media(dataset), start=1):
             if hasattr(dataset, "__len__"):
                 reading.at_row(row, len(dataset))
             yield without_nulls(record), f"hub:{self.repo}:{row}"
+
+    def version(self) -> str:
+        """Return the commit of the data set, or a digest that changes with the files of a folder.
+
+        No record is read.
+        """
+        return str(self._call("load_dataset_builder").hash)
 
     def _load(self, *, streaming: bool = False) -> "Dataset | IterableDataset":
         """Return the data set.
 
         ``datasets`` downloads it unless its cache holds it; with ``streaming`` it fetches records while they
         are read.
+        """
+        return self._call("load_dataset", split=self.split, streaming=streaming)
+
+    def _call(self, function: str, **options: object) -> Any:
+        """Return what a function of ``datasets`` returns for this data set.
 
         Raises:
             ConfigError: if it cannot be loaded, for example because the data set, its subset or its split
@@ -68,13 +80,8 @@ class HubDataset:
         if not Path(self.repo).exists():
             read_cache_without_network(self.repo)
         try:
-            loaded = datasets.load_dataset(
-                self.repo,
-                self.subset,
-                data_dir=self.folder,
-                split=self.split,
-                revision=self.revision,
-                streaming=streaming,
+            loaded = getattr(datasets, function)(
+                self.repo, self.subset, data_dir=self.folder, revision=self.revision, **options
             )
         except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise ConfigError(

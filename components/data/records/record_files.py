@@ -4,8 +4,8 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from glob import glob, has_magic
 from itertools import chain
@@ -314,9 +314,33 @@ def _read_saved_dataset(folder: Path, reading: Reading) -> Iterator[Item]:
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         reason, _, _ = str(error).partition("\n")
         raise ConfigError(f"{folder}: is not a readable saved dataset ({reason}). Save it again.") from error
-    for row, record in enumerate(dataset, start=1):
+    for row, record in enumerate(without_media(dataset), start=1):
         reading.at_row(row, len(dataset))
         yield without_nulls(record), f"{folder}:{row}"
+
+
+def without_media(dataset: Any) -> Iterable[Record]:
+    """Return the rows of a ``Dataset`` or ``IterableDataset``, with images, audio and video not decoded.
+
+    Only text is trained on, and to decode the others needs further packages and time.
+    """
+    features = dataset.features
+    stored = None if features is None else _stored(features)
+    if stored == features:
+        return dataset
+    rows = dataset if hasattr(dataset, "decode") else dataset.to_iterable_dataset()
+    return rows.decode(False).cast(stored)
+
+
+def _stored(feature: Any) -> Any:
+    """Return a feature of ``datasets``, or a mapping of features, of which only JSON is decoded."""
+    if isinstance(feature, dict):
+        return type(feature)({name: _stored(inner) for name, inner in feature.items()})
+    if hasattr(feature, "feature"):  # a list
+        return replace(feature, feature=_stored(feature.feature))
+    if hasattr(feature, "decode") and type(feature).__name__ != "Json":
+        return replace(feature, decode=False)
+    return feature
 
 
 def without_nulls(record: Record) -> Record:

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from components.contracts.errors import ConfigError
 from components.data import FilesData
 from components.data.data_sources import HubSource
 from components.data.records.hub_records import HubDataset, read_cache_without_network
+from components.data.records.record_files import read_records
 
 
 @pytest.fixture
@@ -57,6 +59,30 @@ def test_a_data_set_that_is_read_while_training(repo: str) -> None:
     [(first, _)] = data.train_sources()
     assert [record for record, _ in first.items("text").items] == records[:4]
     assert not list(Path(repo).parent.rglob("*.arrow"))  # no copy is made
+
+
+def test_a_stream_of_a_data_set_has_another_identity_after_a_change(repo: str, tmp_path: Path) -> None:
+    [source] = FilesData(train=f"hub:{repo}", streaming=True).streamed_sources()
+    before = source.content(tmp_path)
+    assert source.content(tmp_path) == before
+    train = Path(repo) / "train.jsonl"
+    train.write_text(train.read_text() + train.read_text())
+    assert source.content(tmp_path) != before
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_images_are_not_decoded(repo: str, streaming: bool) -> None:
+    image = {"bytes": b"not an image", "path": None}
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "images": datasets.List({"image": datasets.Image()})}
+    )
+    table = datasets.Dataset.from_list([{"text": "a", "images": [{"image": image}]}], features=features)
+    table.to_parquet(f"{repo}/images/train.parquet")
+    table.save_to_disk(f"{repo}/saved")
+    expected = [{"text": "a", "images": [{"image": {"bytes": image["bytes"]}}]}]
+    records = HubDataset("data.train", repo, folder="images").records(streaming=streaming)
+    assert [record for record, _ in records] == expected
+    assert [record for record, _ in read_records(f"{repo}/saved")] == expected
 
 
 @pytest.mark.parametrize(
