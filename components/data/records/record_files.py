@@ -138,10 +138,10 @@ def data_files(source: Path) -> list[Path]:
     """Return ``source`` in a list, or, if it is a folder, the sorted list of all files below it.
 
     Raises:
-        ConfigError: if it is or contains a pipe, a device or a socket, from which reading may never end.
+        ConfigError: if it is or contains a pipe, a device or a socket, from which reading may never end, or a
+            folder that may not be read.
     """
-    inside = (path for path in source.rglob("*") if not path.is_dir())
-    found = sorted(path for path in inside if path.exists()) if source.is_dir() else [source]
+    found = sorted(filter(os.path.exists, _below(source))) if source.is_dir() else [source]
     for path in found:
         if not path.is_file() and not _is_hidden(path.relative_to(source)):
             raise ConfigError(
@@ -149,6 +149,26 @@ def data_files(source: Path) -> list[Path]:
                 "it out of the folder of the data."
             )
     return [path for path in found if path.is_file()]
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield all files below a folder, also those in folders to which links lead.
+
+    Raises:
+        ConfigError: if one of the folders may not be read, unless it is hidden.
+    """
+
+    def refuse(error: OSError) -> None:
+        if not _is_hidden(Path(error.filename).relative_to(folder)):
+            raise ConfigError(
+                f"{error.filename}: cannot be read ({error.strerror}). Allow it, or move it out of the data."
+            )
+
+    for place, names, files in os.walk(folder, onerror=refuse, followlinks=True):
+        outer = (parent for parent in Path(place, "x").parents if parent.is_relative_to(folder))
+        around = {os.path.realpath(parent) for parent in outer}
+        names[:] = [name for name in names if os.path.realpath(os.path.join(place, name)) not in around]
+        yield from (Path(place, name) for name in files)
 
 
 def _not_empty(records: Iterator[Item], source: Path) -> Iterator[Item]:
@@ -160,7 +180,7 @@ def _not_empty(records: Iterator[Item], source: Path) -> Iterator[Item]:
 
 
 def _read_folder(folder: Path, reading: Reading) -> Iterator[Item]:
-    found = (path for path in folder.rglob("*") if _ending(path) in _READERS)
+    found = (path for path in _below(folder) if _ending(path) in _READERS)
     files = sorted(path for path in found if not _is_hidden(path.relative_to(folder)))
     if not files:
         raise ConfigError(

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from components.contracts.errors import ConfigError
-from components.data.records.record_files import Unreadable, read_records
+from components.data.records.record_files import Unreadable, matching_files, read_records
 
 RECORDS = [{"text": "one"}, {"text": 'two, "2"\nwith a line'}, {"text": "drei 🙂"}]
 SHARED = Path(__file__).resolve().parents[6] / "shared" / "data"
@@ -99,6 +99,33 @@ def test_folder_is_read_in_order_and_without_hidden_files(tmp_path: Path) -> Non
     (tmp_path / "README.md").write_text("not data")
     files = [origin.rpartition(":")[0] for _, origin in read_records(str(tmp_path))]
     assert files == [str(tmp_path / name) for name in ("a.jsonl", "b/c.csv", "d.txt") for _ in range(3)]
+
+
+def test_links_to_folders_are_followed(tmp_path: Path) -> None:
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for folder in (data, elsewhere):
+        folder.mkdir()
+        write(folder / "a.jsonl")
+    (data / "b").symlink_to(elsewhere)
+    (elsewhere / "c").symlink_to(data)  # leads back
+    files = [origin.rpartition(":")[0] for _, origin in read_records(str(data))]
+    assert files == [str(data / name) for name in ("a.jsonl", "b/a.jsonl") for _ in range(3)]
+    assert matching_files(str(data)) == [data / "a.jsonl", data / "b/a.jsonl"]
+
+
+def test_a_folder_that_may_not_be_entered_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.jsonl")
+    (tmp_path / "b").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if path.endswith("b"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # permission bits do not stop a test that runs as root
+    with pytest.raises(ConfigError, match=r"/b: cannot be read \(Permission denied\). Allow it, or move"):
+        read_records(str(tmp_path))
 
 
 def test_json_that_is_jsonl_and_a_byte_order_mark(tmp_path: Path) -> None:
