@@ -228,6 +228,9 @@ def _read_json(path: Path, reading: Reading) -> Iterator[Item]:
             yield from _read_jsonl(path, reading)
             return
         raise _malformed(f"{path}:{error.lineno}", error) from error
+    if isinstance(records, dict) and "\n" not in text.strip():
+        yield from _read_jsonl(path, reading)
+        return
     if not isinstance(records, list):
         raise ConfigError(
             f"{path}: is a JSON {_kind(records)}, not a list of objects. Write one object per sample in [ ]."

@@ -128,10 +128,11 @@ def test_a_folder_that_may_not_be_entered_is_named(tmp_path: Path, monkeypatch: 
         read_records(str(tmp_path))
 
 
-def test_json_that_is_jsonl_and_a_byte_order_mark(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lines", [1, 3])
+def test_json_that_is_jsonl_and_a_byte_order_mark(tmp_path: Path, lines: int) -> None:
     path = tmp_path / "a.json"
-    path.write_text("\ufeff" + "\n".join(json.dumps(record) for record in RECORDS), encoding="utf-8")
-    assert [record for record, _ in read_records(str(path))] == RECORDS
+    path.write_text("\ufeff" + "\n".join(map(json.dumps, RECORDS[:lines])) + "\n", encoding="utf-8")
+    assert [record for record, _ in read_records(str(path))] == RECORDS[:lines]
 
 
 def test_cell_beyond_the_limit_of_the_csv_module(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_jsonl_is_streamed(tmp_path: Path) -> None:
         ("a.txt", b"\n\n", "holds no record"),
         ("a.csv", b"text\n", "holds no record"),
         ("a.json", b'[{"text": 1},\n {"text" 2}]', "a.json:2: malformed JSON"),
-        ("a.json", b'{"text": "x"}', "a.json: is a JSON object, not a list of objects"),
+        ("a.json", b'{\n"text": "x"}', "a.json: is a JSON object, not a list of objects"),
         ("a.json", b'"text"', "a.json: is a JSON string, not a list of objects"),
         ("a.json", b'[{"text": "x"}, 3]', "a.json:2: is a JSON int, not an object"),
         ("a.jsonl", b'{"text": "x"}\n["x"]', "a.jsonl:2: is a JSON list, not an object"),
