@@ -221,17 +221,8 @@ def _num_shared(chosen: list[Message], rejected: list[Message], origin: str) -> 
 
 
 def _after_system(record: Mapping[str, object], prompt: list[Message], origin: str) -> list[Message]:
-    """Return ``prompt``, beginning with the system turn of the record's field ``system`` if it has one.
-
-    Raises:
-        RecordError: if ``prompt`` begins with another system turn.
-    """
-    own = system_turn(record, origin)
-    if not own or prompt[0]["role"] != "system":
-        return [*own, *prompt]
-    if prompt[0]["content"] != own[0]["content"]:
-        fail(origin, "field 'system' is not the system turn of 'chosen'", "Remove one of them.")
-    return prompt
+    """Return ``prompt``, after the turn of the record's field ``system`` unless it has a system turn."""
+    return prompt if prompt[0]["role"] == "system" else [*system_turn(record, origin), *prompt]
 
 
 def _whole_prompt(explicit: list[Message], shared: list[Message], origin: str) -> list[Message]:

@@ -135,11 +135,15 @@ def _displaced(record: Mapping[str, object], format: Format) -> Iterator[str]:
     for name, other in _ALTERNATIVES.get(format, ()):
         if record.get(name) is not None:
             yield other
-    if any(begins_with_system(record.get(name)) for name in ("messages", "conversations", "prompt")):
+    has = {name for name, value in record.items() if value is not None}
+    implicit = format == "preference" and not has & {*_PROMPTS}
+    answers = ("chosen", "chosen_messages") if implicit else ()
+    if any(
+        begins_with_system(record.get(name)) for name in ("messages", "conversations", "prompt", *answers)
+    ):
         yield "system"
     if format not in ("preference", "unpaired"):
         return
-    has = {name for name, value in record.items() if value is not None}
     last_turn = format == "unpaired" and "completion" not in has
     if last_turn and has & {"output", "response"}:
         # A record of alpaca, in which prompt is another name of instruction.
