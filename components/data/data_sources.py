@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice, tee
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from components.data.demo import SplitName, stdlib_records
 from components.data.records.columns import check_columns, renamed
 from components.data.records.formats import KINDS, detect
 from components.data.records.hub_records import HubDataset
-from components.data.records.options import RecordError, RecordOptions
+from components.data.records.options import Format, RecordError, RecordOptions
 from components.data.records.record_files import (
     Item,
     Record,
@@ -32,6 +32,7 @@ from components.data.store.token_store import digest, file_digest
 
 STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "ranked": "rm", "unpaired": "kto"}
 
+_PROBED = 500  # first records in which the format and the fields of data.columns are looked for
 
 SourceItem = tuple[Record | Sample | Unreadable, str]
 """A record or a sample with its origin."""
@@ -113,17 +114,10 @@ class RecordSource(ABC):
 
     def items(self, kind: SampleKind) -> SourceItems:
         read = self.records()
-        records = read if self.convert is None else map(partial(_converted, self.convert), read)
-        begin = list(_through_first_readable(records))
-        first, origin = begin[-1]
-        faulty = begin[0][0] if self.options.on_bad_record == "stop" else first
-        if isinstance(faulty, Unreadable):
-            raise faulty.error
-        assert not isinstance(first, Unreadable)
-        check_columns(first, self.options, origin)
-        options = self.options
-        if options.format == "auto":
-            options = replace(options, format=detect(renamed(first, options), kind, origin))
+        every = read if self.convert is None else map(partial(_converted, self.convert), read)
+        first, again, records = tee(islice(every, self.max_samples), 3)
+        check_columns(_readable(islice(first, _PROBED)), self.options)
+        options = replace(self.options, format=self._format(islice(again, _PROBED), kind))
         assert options.format != "auto"
         found = KINDS[options.format]
         split = found == "preference" and kind == "unpaired"
@@ -136,8 +130,27 @@ class RecordSource(ABC):
                 f"a loss of your own trains on it with stage.kind={found}."
             )
         options = replace(options, ranked=kind == "ranked" and "margin" not in options.ignore_fields)
-        items = islice(chain(begin, records), self.max_samples)
-        return SourceItems(options.format, items, options, read.reading.fraction, split)
+        return SourceItems(options.format, records, options, read.reading.fraction, split)
+
+    def _format(self, records: Iterator[Item], kind: SampleKind) -> Format:
+        """Return the format of the first record or, if bad ones are skipped, of the first that has one.
+
+        Raises:
+            ConfigError: if there is no such record.
+        """
+        faults = []
+        for record, origin in records:
+            try:
+                if isinstance(record, Unreadable):
+                    raise record.error
+                if self.options.format != "auto":
+                    return self.options.format
+                return detect(renamed(record, self.options), kind, origin)
+            except ConfigError as error:
+                faults.append(error.with_traceback(None))  # whose frames would keep all further records
+                if self.options.on_bad_record == "stop":
+                    break
+        raise faults[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,11 +243,10 @@ def _converted(convert: Callable[[Record], Record], item: Item) -> Item:
         return Unreadable(RecordError(what)), origin
 
 
-def _through_first_readable(records: Iterator[Item]) -> Iterator[Item]:
-    for item in records:
-        yield item
-        if not isinstance(item[0], Unreadable):
-            return
+def _readable(records: Iterator[Item]) -> Iterator[tuple[Record, str]]:
+    for record, origin in records:
+        if not isinstance(record, Unreadable):
+            yield record, origin
 
 
 @dataclass(frozen=True)

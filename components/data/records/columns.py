@@ -1,6 +1,6 @@
 """Rename the fields of a record, and the keys and roles of its messages, to the names that formats use."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from components.contracts.json_types import Json
 from components.data.records.options import MESSAGE_KEYS, RecordError, RecordOptions
@@ -58,16 +58,27 @@ def _displaced(fields: Mapping[str, object], columns: Mapping[str, str]) -> Iter
             yield ours
 
 
-def check_columns(record: Mapping[str, object], options: RecordOptions, origin: str) -> None:
-    """Raise RecordError if ``record``, the first of a source, lacks a field that ``data.columns`` names."""
+def check_columns(records: Iterable[tuple[Mapping[str, object], str]], options: RecordOptions) -> None:
+    """Raise RecordError if none of ``records``, with their origins, has a field that ``data.columns`` names.
+
+    No more records are read than are needed to find all fields.
+    """
     if options.only_columns:
         return  # optional fields may be missing
-    for ours, theirs in options.columns.items():
-        if ours not in MESSAGE_KEYS and theirs not in record:
-            raise RecordError(
-                f"{origin}: data.columns.{ours}: the record has no field {theirs!r}.\n"
-                f"Use one of its fields: {', '.join(map(str, record))}."
-            )
+    missing = {ours: theirs for ours, theirs in options.columns.items() if ours not in MESSAGE_KEYS}
+    seen: dict[str, None] = {}
+    places: list[str] = []
+    for record, origin in records if missing else ():
+        missing = {ours: theirs for ours, theirs in missing.items() if theirs not in record}
+        if not missing:
+            return
+        seen |= dict.fromkeys(record)
+        places.append(origin)
+    for ours, theirs in missing.items() if places else ():
+        raise RecordError(
+            f"{places[0]}: data.columns.{ours}: no record up to {places[-1]} has a field {theirs!r}.\n"
+            f"Use one of their fields: {', '.join(map(str, seen))}."
+        )
 
 
 def _renamed_messages(value: object, options: RecordOptions) -> object:

@@ -126,8 +126,27 @@ def test_an_answer_that_the_template_refuses_makes_no_other_record_bad(
     assert source.first_bad[0].startswith(f"{tmp_path}/x.jsonl:3: ")
 
 
+def test_the_first_record_may_be_a_bad_one(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    lines = ['{"note": "none of the formats"}', *map(json.dumps, GOOD)]
+    prepared = prepare(tmp_path, lines, tokenizer, on_bad_record="skip")
+    [source] = prepared.audit.train.sources
+    assert (source.format, source.samples, source.bad) == ("messages", 6, 1)
+    with pytest.raises(ConfigError, match=r"x\.jsonl:1: data\.format=auto does not recognise"):
+        prepare(tmp_path, lines, tokenizer)
+
+
+def test_a_field_of_columns_may_be_missing_in_the_first_record(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    lines = [json.dumps(GOOD[0]), json.dumps({**GOOD[1], "setting": "Be brief."})]
+    prepared = prepare(tmp_path, lines, tokenizer, columns={"system": "setting"})
+    assert prepared.audit.train.sources[0].samples == 2
+    with pytest.raises(ConfigError, match=r"no record up to .*:2 has a field 'topic'\.\nUse .*setting\.$"):
+        prepare(tmp_path, lines, tokenizer, columns={"system": "topic"})
+
+
 def test_no_good_record(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(ConfigError, match=r"x.jsonl:2: is a JSON list, not an object"):
+    with pytest.raises(ConfigError, match=r"x.jsonl:1: malformed JSON"):
         prepare(tmp_path, ["{torn", "[1]"], tokenizer, on_bad_record="skip")
     other = tmp_path / "other"
     other.mkdir()

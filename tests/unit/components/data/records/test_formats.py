@@ -364,9 +364,11 @@ def test_names_of_columns_and_roles() -> None:
         "id": 7,
     }
     assert normalize(record, options, "f:1") == (ChatSample([S, U, A], None), ["id"])
-    check_columns(record, options, "f:1")
-    with pytest.raises(RecordError, match=r"data\.columns\.system: the record has no field 'setting'"):
-        check_columns({"dialog": []}, options, "f:1")
+    check_columns([({"dialog": []}, "f:1"), (record, "f:2")], options)
+    with pytest.raises(
+        RecordError, match=r"f:1: data\.columns\.system: no record up to f:2 has a field 'setting'"
+    ):
+        check_columns([({"dialog": []}, "f:1"), ({"dialog": []}, "f:2")], options)
     question = RecordOptions(format="alpaca", columns={"prompt": "question", "response": "answer"})
     assert normalize({"question": "U", "answer": "A"}, question, "f:1")[0] == ChatSample([U, A], None)
 
