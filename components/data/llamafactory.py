@@ -90,15 +90,15 @@ class LlamaFactoryData(RecordsData):
         for key in entry:
             if key not in _ENTRY_KEYS:
                 raise ConfigError(f"{where}.{key}: is not supported; remove it, or use data=files.")
-        options = self._options(entry, where)
+        options, named = self._options(entry, where), f"{option}[{name}]"
         limit = self.max_samples if option == "data.dataset" else self.max_eval_samples
         limits = [number for number in (limit, entry.get("num_samples")) if number]
         limit = min(limits) if limits else None
         if "hf_hub_url" in entry:
             split = entry.get("split") or "train"
             repo, folder = entry["hf_hub_url"], entry.get("folder")
-            dataset = HubDataset(f"{option}={name}", repo, entry.get("subset"), split, folder=folder)
-            hub = HubSource(option=option, dataset=dataset, options=options, max_samples=limit)
+            dataset = HubDataset(named, repo, entry.get("subset"), split, folder=folder)
+            hub = HubSource(option=named, dataset=dataset, options=options, max_samples=limit)
             return self.converting(hub)
         if "file_name" not in entry:
             raise ConfigError(f"{where}: names no file_name and no hf_hub_url; add one of them.")
@@ -106,7 +106,7 @@ class LlamaFactoryData(RecordsData):
             if entry.get(key) not in (None, default):
                 raise ConfigError(f"{where}.{key}: a file has none; remove it, or name a file for each.")
         path = str(self._file.parent / entry["file_name"])
-        return self.converting(FileSource(option=option, path=path, options=options, max_samples=limit))
+        return self.converting(FileSource(option=named, path=path, options=options, max_samples=limit))
 
     def _entry(self, option: str, name: str) -> Json:
         entry = self._entries.get(name)

@@ -159,6 +159,10 @@ def test_several_data_sets_some_of_their_samples_and_what_is_not_named(
     assert [source.samples for source in fewer.audit.train.sources] == [1, 1]
     assert prepare(tmp_path, "chat", tokenizer, ("a", "b")).audit.train == prepared.audit.train
     assert prepared.audit.train.sources[0].unread == {"id": 2}
+    assert [store.open().origin(0) for store in prepared.train.stores] == [
+        "data.dataset[a]:1",
+        "data.dataset[b]:1",
+    ]
     assert prepared.audit.eval.keys() == {"eval"}
     both = prepare(tmp_path, "chat", tokenizer, "a, b", eval_dataset="a, b")
     assert both.audit.eval.keys() == {"eval/a", "eval/b"}
