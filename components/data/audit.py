@@ -5,12 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
+from components.data.records.formats import KINDS
 from components.data.store.token_store import BadRecord, Bools, FilterResult, TokenSequences
 
 LISTED = 10
 """Number of bad records of a source that the audit lists."""
+_FEW_STOPS = 0.1
+_CHATS = [name for name, kind in KINDS.items() if kind == "chat"]
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,21 @@ class Audit:
             "data.long_samples=drop.": "cut_prompts",
             "{:,} record(s) that cannot be read are left out; bad_records.jsonl names them.": "bad",
         }
-        return [
+        found = [
             f"{source.name}: {text.format(getattr(source, count))}"
             for split in self._splits().values()
             for source in split.sources
             for text, count in counts.items()
             if getattr(source, count)
+        ]
+        return found + [
+            f"{source.name}: {source.stop_token_trained:.1%} of the samples end with a stop token that is "
+            "trained on, so the model may not learn to end its answers; end them with the tokenizer's "
+            "eos_token, and raise data.max_length if they are truncated."
+            for source in self.train.sources
+            if source.format in _CHATS
+            and source.stop_token_trained is not None
+            and source.stop_token_trained < _FEW_STOPS
         ]
 
     def render(self, *, evaluates: bool = False) -> Table:
@@ -106,7 +119,7 @@ class Audit:
         splits = self.eval if evaluates else self._splits()
         columns = [(name, split, source) for name, split in splits.items() for source in split.sources]
         for name, _, source in columns:
-            table.add_column(f"{name}: {source.name}", justify="right", overflow="fold")
+            table.add_column(escape(f"{name}: {source.name}"), justify="right", overflow="fold")
         for row in (one for one in fields(SourceAudit)[1:] if one.name != "first_bad"):
             cells = (_cell(getattr(source, row.name)) for _, _, source in columns)
             table.add_row(row.name.replace("_", " "), *cells)
@@ -166,7 +179,7 @@ def _share(flags: Bools | None, selected: Bools) -> float | None:
 
 def _cell(value: str | float | Mapping[str, int] | None) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} ({count:,})" for name, count in value.items()) or "-"
+        return escape(", ".join(f"{name} ({count:,})" for name, count in value.items())) or "-"
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -371,7 +371,7 @@ def test_an_indexed_data_set(tmp_path: Path, tokenizer: PreTrainedTokenizerBase,
 
 def test_the_audit(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     def record(question: str, answer: str) -> str:
-        return json.dumps({"instruction": question, "output": answer})
+        return json.dumps({"instruction": question, "output": answer, "rate [/s]": 1})
 
     path = tmp_path / "train.jsonl"
     path.write_text(
@@ -386,7 +386,23 @@ def test_the_audit(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     assert json.loads(audit.to_json())["train"]["sources"][0]["samples"] == 2
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(audit.render())
-    assert "stop token trained" in console.export_text()
+    shown = console.export_text()
+    assert "stop token trained" in shown
+    assert "rate [/s] (3)" in shown
+
+
+def test_answers_without_a_stop_token_are_warned_of(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = tmp_path / "train.jsonl"
+    for end, warned in (("</s>", 1), (tokenizer.eos_token, 0)):
+        segments = [{"text": "Hi?", "label": False}, {"text": f"Yes.{end}", "label": True}]
+        path.write_text(json.dumps({"segments": segments}))
+        warnings = prepare(FilesData(train=str(path)), tokenizer, "chat").audit.warnings()
+        assert len(warnings) == warned
+        assert all(
+            ": 0.0% of the samples end with a stop token that is trained on" in one for one in warnings
+        )
 
 
 def test_the_identity_follows_the_data_not_its_place(
