@@ -29,6 +29,7 @@ from components.data.records.record_files import (
 )
 from components.data.records.samples import Sample
 from components.data.store.token_store import digest, file_digest
+from components.home import expand_home
 
 STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "ranked": "rm", "unpaired": "kto"}
 
@@ -167,7 +168,7 @@ class FileSource(RecordSource):
         return read_records(self.path)
 
     def files(self, cache: Path) -> list[str]:
-        path = Path(self.path).expanduser()
+        path = Path(expand_home(self.option, self.path))
         found = matching_files(self.path)
         # How a file of a pattern is read depends on its ending.
         endings = ["" if file == path else "".join(file.suffixes[-2:]) for file in found]

@@ -18,6 +18,7 @@ import pyarrow.parquet
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.records.options import RecordError
+from components.home import expand_home
 from components.json_text import parse_json
 
 Record = Json
@@ -113,7 +114,7 @@ def matching_files(path: str) -> list[Path]:
 def _matches(path: str) -> list[Path]:
     if not path:
         raise ConfigError("data.train, data.eval, prompts: a path is empty; give one, or leave the key out.")
-    source = Path(path).expanduser()
+    source = Path(expand_home("data.train, data.eval or prompts", path))
     if os.path.exists(source):  # unlike Path.exists, no error if a parent may not be entered
         return [source]
     every = sorted(map(Path, glob(str(source), recursive=True))) if has_magic(path) else []

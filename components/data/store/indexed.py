@@ -9,6 +9,7 @@ also with FSDP2: 3.3 s of processor time, 68 MiB, and 16 more classes that ``tor
 replace few of these lines, because it rejects damaged files with bare asserts or not at all.
 """
 
+import os
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from components.contracts.errors import ConfigError
 from components.data.store.token_store import Array, Bools, FilterResult, Floats, Ints
+from components.home import expand_home
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -32,10 +34,11 @@ def indexed_prefix(path: str) -> Path | None:
 
     None means that ``path`` does not name an indexed data set.
     """
-    given = Path(path).expanduser()
+    given = Path(expand_home("data.train or data.eval", path))
     if given.suffix in (".bin", ".idx"):
         return given.with_suffix("")
-    return given if not given.exists() and _with(given, ".idx").exists() else None
+    # Unlike Path.exists, os.path.exists returns False if a folder may not be entered.
+    return given if not os.path.exists(given) and os.path.exists(_with(given, ".idx")) else None
 
 
 def _with(prefix: Path, suffix: str) -> Path:

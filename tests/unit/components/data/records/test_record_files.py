@@ -220,6 +220,8 @@ def test_a_folder_of_llamafactory_is_not_a_saved_data_set(tmp_path: Path) -> Non
 def test_missing_path() -> None:
     with pytest.raises(ConfigError, match=r"/no/such/file\.json: no such file or folder"):
         read_records("/no/such/file.json")
+    with pytest.raises(ConfigError, match=r"prompts=~nobody-at-all/a\.json: there is no user"):
+        read_records("~nobody-at-all/a.json")
 
 
 def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,18 @@ def test_damaged_files_are_refused(tmp_path: Path, damage, message: str) -> None
     assert str(tmp_path / "c") in str(error.value)
 
 
+def test_a_path_that_may_not_be_entered_names_no_indexed_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuse)  # permission bits do not stop a test that runs as root
+    assert indexed_prefix(str(tmp_path / "a.jsonl")) is None
+    with pytest.raises(ConfigError, match=r"data\.eval=~nobody-at-all/c\.bin: there is no user"):
+        indexed_prefix("~nobody-at-all/c.bin")
+
+
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     store = IndexedTokens.open(write_indexed(tmp_path / "c", DOCUMENTS))
     store.check_vocabulary(10)
