@@ -1,7 +1,7 @@
 """The source of each key of the composed config, so that an error can name it."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from runner.records.job_record import SweepJob
 COMMAND_LINE = "the command line"
 CONFIG = "conf/config.yaml"
 SELF = "_self_"
+_CHOOSING = ("debug", "sweep", "experiment")
 
 
 _OURS = ("components", "torch.optim")
@@ -50,18 +51,18 @@ class ConfigSources:
         """Return whether the value of ``key`` was set outside of conf/config.yaml."""
         return self.of(key) != CONFIG
 
-    def chosen(self, key: str) -> bool:
-        """Return whether the command line or an experiment file sets ``key``."""
-        return self._chooser(key) is not None
+    def chosen(self, key: str, groups: Sequence[str] = _CHOOSING) -> bool:
+        """Return whether the command line or a file of one of ``groups`` sets ``key``."""
+        return self._chooser(key, groups) is not None
 
     def typed(self, node: str) -> bool:
         """Return whether the command line sets the key or group ``node``, or a key below it."""
         return any(f"{name_of(override)}.".startswith(f"{node}.") for override in self.overrides)
 
-    def _chooser(self, key: str) -> str | None:
+    def _chooser(self, key: str, groups: Sequence[str] = _CHOOSING) -> str | None:
         if any(name_of(override) == key for override in self.overrides):
             return COMMAND_LINE
-        for group in ("debug", "sweep", "experiment"):
+        for group in groups:
             file = self._file(group, self.choices.get(group))
             if file is not None and (setter := setter_in(file, key.split("."))) is not None:
                 return display(setter)

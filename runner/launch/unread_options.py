@@ -44,14 +44,15 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
         "run.dtype=fp16",
     ),
     (
-        "data.eval data.eval_dataset data.eval_split",
-        lambda e: (
-            e.run.evaluates_after_steps
-            or e.run.eval_on_start
-            or e.run.evaluate_only
-            or may_request_evaluations(e.hook)
-        ),
+        "data.eval data.eval_dataset data.eval_split data.max_eval_samples",
+        lambda e: _evaluates(e),
         "run.eval_at_end=true",
+    ),
+    ("data.eval_fraction", lambda e: _evaluates(e), "run.eval_at_end=true or data.eval_fraction=0"),
+    (
+        "data.max_eval_samples",
+        lambda e: _has_evaluation_data(e),
+        "data.eval or data.eval_fraction",
     ),
     ("preflight.rank", lambda e: e.preflight.mode == "rehearse", "preflight.mode=rehearse"),
     (
@@ -74,13 +75,37 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
 """Keys, the condition under which they are read, and what to set if it does not hold."""
 
 
+def _evaluates(experiment: Experiment) -> bool:
+    run = experiment.run
+    return (
+        run.evaluates_after_steps
+        or run.eval_on_start
+        or run.evaluate_only
+        or may_request_evaluations(experiment.hook)
+    )
+
+
+def _has_evaluation_data(experiment: Experiment) -> bool:
+    """Return whether the data includes evaluation data, as ``data=demo`` and ``data=stdlib`` always do."""
+    data = experiment.data
+    names = ("eval", "eval_split", "eval_dataset", "eval_fraction")
+    return not hasattr(data, "eval_fraction") or any(getattr(data, name, None) for name in names)
+
+
 def check_unread_options(experiment: Experiment, config: Config, where: ConfigSources) -> None:
-    """Raise ConfigError if the command line or an experiment sets an option that nothing reads."""
+    """Raise ConfigError if the command line or an experiment sets an option that nothing reads.
+
+    The options of ``debug`` limit what a run has, whether or not it has it.
+    """
     for keys, is_read, remedy in READ_IF:
         for key in keys.split():
             *nodes, name = key.split(".")
             value = reduce(getitem, nodes, config).get(name)
-            if where.chosen(key) and value not in (None, False) and not is_read(experiment):
+            if (
+                where.chosen(key, ("sweep", "experiment"))
+                and value not in (None, False)
+                and not is_read(experiment)
+            ):
                 raise ConfigError(
                     f"{key} ({where.of(key)}): nothing reads it in this run; set {remedy}, or leave it out."
                 )

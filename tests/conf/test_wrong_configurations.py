@@ -375,6 +375,16 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "data.eval_split",
         "run.eval_at_end=true",
     ),
+    "samples held out for no evaluation": (
+        ("data=files", "data.train=a.jsonl", "data.eval_fraction=0.1", "run.eval_at_end=false"),
+        "data.eval_fraction",
+        "run.eval_at_end=true or data.eval_fraction=0",
+    ),
+    "a limit of no evaluation data": (
+        ("data=files", "data.train=a.jsonl", "data.max_eval_samples=9"),
+        "data.max_eval_samples",
+        "data.eval or data.eval_fraction",
+    ),
     "profiler.steps of no profile": (("profiler.steps=[1,2]",), "profiler.steps", "profiler.enabled=true"),
     "profiler.ranks of no profile": (("profiler.ranks=[0]",), "profiler.ranks", "profiler.enabled=true"),
     "profiler.memory of no profile": (("profiler.memory=true",), "profiler.memory", "profiler.enabled=true"),
