@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from components.contracts.errors import ConfigError
 from components.data.records.messages import (
     FLAGS,
     REASONING_KEYS,
@@ -28,6 +29,7 @@ _READ: Mapping[Format, tuple[str, ...]] = {
         *(*_QUESTION, *_ALWAYS),
     ),
 }
+_EMPTY: tuple[object, ...] = (None, "", [], {})
 _PROMPTS = ("prompt", "conversations", "messages", "instruction")
 """Fields that may hold the prompt in preference and unpaired data. Only the first that is present is read."""
 _ALTERNATIVES: Mapping[Format, tuple[tuple[str, str], ...]] = {
@@ -70,12 +72,19 @@ def unread_fields(record: Mapping[str, object], options: RecordOptions, origin: 
 
     Raises:
         RecordError: if a field that would change what is trained is not named in ``data.ignore_fields``.
+        ConfigError: if ``data.ignore_fields`` names a field that is read.
     """
     assert options.format != "auto"
     displaced = set(_displaced(record, options.format))
     read = (*_READ[options.format], *(("margin",) if options.ranked else ()))
     read = tuple(name for name in read if name not in displaced)
-    names = [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
+    for name in options.ignore_fields:
+        if name in read and record.get(name) not in _EMPTY:
+            raise ConfigError(
+                f"data.ignore_fields: has {name!r}, a field of {origin} that format {options.format} reads.\n"
+                "Take it out of the list, and out of the records to train without it."
+            )
+    names = [name for name, value in record.items() if name not in read and value not in _EMPTY]
     for name in (name for name in read if name not in _ALWAYS):  # a chat template gets these unchanged
         names += [f"{name}[].{key}" for key in dict.fromkeys(_unread_keys(record.get(name)))]
     answers_apart = options.format == "unpaired" and record.get("completion") is not None
@@ -162,5 +171,5 @@ def _unread_keys(value: object) -> Iterator[str]:
         if isinstance(message, dict):
             displaced = {other for name, other in _TWINS if message.get(name) is not None}
             for key, content in message.items():
-                if (key not in _MESSAGE_KEYS or key in displaced) and content not in (None, "", [], {}):
+                if (key not in _MESSAGE_KEYS or key in displaced) and content not in _EMPTY:
                     yield str(key)

@@ -92,6 +92,16 @@ def test_what_would_change_the_training_is_refused(answer: dict[str, Any], error
         normalize({"messages": [U, {"role": "assistant", **answer}]}, RecordOptions(format="messages"), "a:1")
 
 
+def test_a_field_that_is_read_cannot_be_ignored() -> None:
+    options = RecordOptions(format="messages", ignore_fields=("tools", "margin"), on_bad_record="skip")
+    with pytest.raises(
+        ConfigError, match=r"data\.ignore_fields: has 'tools', a field of a:1 that format messages reads"
+    ) as caught:
+        normalize({"messages": [U, A], "tools": [{"name": "f"}]}, options, "a:1")
+    assert not isinstance(caught.value, RecordError)
+    assert normalize({"messages": [U, A], "margin": 1}, options, "a:1")[1] == ["margin"]
+
+
 @pytest.mark.parametrize("key", ["function_call", "functions"])
 def test_former_calls_of_openai_are_refused(key: str) -> None:
     called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
