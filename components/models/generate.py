@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONF
 from components.accelerator import inference_device
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
+from components.data.tokenize.chat import turn_end
 from components.json_text import as_type, read_json
 from components.models import nf4
+from components.models.scalar_head import is_classifier
 
 
 @dataclass(frozen=True)
@@ -51,20 +53,36 @@ def read_generation_config(folder: Path) -> Json:
 def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save ``tokenizer`` next to the weights and set the bos, eos and pad ids in the configurations.
 
-    An existing generation config keeps its values, including its stop tokens, to which the tokenizer's
-    end-of-sequence token is added.
+    Stop tokens of the model are kept besides those of the tokenizer: several in config.json, and all in an
+    existing generation config, which also keeps its other values. Only the config.json of a classifier gets
+    the pad id, because transformers does not train the embedding of the pad id in config.json.
     """
     tokenizer.save_pretrained(folder)
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    amend(folder / CONFIG_NAME, ids)
+    config = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    ids = config | {"pad_token_id": tokenizer.pad_token_id}
+    if is_classifier(folder):
+        config = ids
+    stops = read_json(folder / CONFIG_NAME).get("eos_token_id")
+    several = stops if isinstance(stops, list) else None
+    if several is not None:
+        config = config | {"eos_token_id": with_stops(several, {tokenizer.eos_token_id})}
+    amend(folder / CONFIG_NAME, config)
+    brought = read_generation_config(folder) or {"eos_token_id": several}
     if not (folder / GENERATION_CONFIG_NAME).is_file():
-        GenerationConfig(**ids).save_pretrained(folder)
-        return
-    brought = read_generation_config(folder)
-    stops = brought.get("eos_token_id")
-    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    ends = stops if ids["eos_token_id"] in (None, *stops) else [ids["eos_token_id"], *stops]
-    amend(folder / GENERATION_CONFIG_NAME, ids | brought | {"eos_token_id": ends or None})
+        GenerationConfig().save_pretrained(folder)
+    stops = with_stops(brought.get("eos_token_id"), end_tokens(tokenizer))
+    amend(folder / GENERATION_CONFIG_NAME, ids | brought | {"eos_token_id": stops})
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the end-of-sequence token, and that with which the chat template ends an assistant turn."""
+    return {token for token in (tokenizer.eos_token_id, turn_end(tokenizer)) if token is not None}
+
+
+def with_stops(found: list[int] | int | None, further: Iterable[int | None]) -> list[int] | None:
+    """Return the stop tokens ``found`` in a configuration, after those of ``further`` that it lacks."""
+    stops = found if isinstance(found, list) else [] if found is None else [found]
+    return [*sorted({token for token in further if token is not None} - {*stops}), *stops] or None
 
 
 def amend(path: Path, fields: dict[str, object]) -> None:
@@ -147,7 +165,7 @@ def use_plain_decoding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     penalty, and that of an adapter's base model lacks the stop token with which the adapter was trained.
     """
     own = model.generation_config
-    stops = stop_ids(model) | ({tokenizer.eos_token_id} - {None})
+    stops = stop_ids(model) | end_tokens(tokenizer)
     model.generation_config = GenerationConfig(
         eos_token_id=sorted(stops) or None,
         bos_token_id=None if own is None else own.bos_token_id,

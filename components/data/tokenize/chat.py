@@ -14,6 +14,7 @@ from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
+from components.contracts.errors import ConfigError
 from components.data.records.samples import (
     ChatSample,
     CompletionSample,
@@ -223,6 +224,21 @@ def _encoded(chat: Conversation, spans: list[Span]) -> Encoded:
     start, stop = spans[-1] if spans else (0, 0)
     stop_trained = start < stop and chat.input_ids[stop - 1] in chat.template.stop_ids
     return Encoded(chat.input_ids, mask, _prompt_length(mask), stop_trained)
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token with which the chat template ends an assistant turn.
+
+    None means that there is no such token: the tokenizer has no template, the template does not end a turn
+    with a special token, or it cannot be trained on.
+    """
+    chat: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        [one] = encode_sample(ChatSample(chat, None), tokenizer, train_on_prompt=False, origin="a probe")
+    except ConfigError:
+        return None
+    trained = [token for token, on in zip(one.input_ids, one.mask, strict=True) if on]
+    return trained[-1] if one.stop_trained else None
 
 
 def _prompt_length(mask: list[bool]) -> int:

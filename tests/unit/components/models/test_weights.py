@@ -12,9 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from components.contracts.errors import ConfigError
+from components.data.tokenizer import PATH
 from components.engines.shared.process_group import init_process_group
 from components.models import (
     ModelSpec,
@@ -25,7 +26,7 @@ from components.models import (
     pretrained,
     shape_hash,
 )
-from components.models.generate import add_tokenizer
+from components.models.generate import add_tokenizer, use_plain_decoding
 from components.models.initialize import random_weights
 from tests.ranks import Ranks
 
@@ -568,3 +569,21 @@ def test_stop_tokens_of_the_model_stay(tmp_path: Path, stops: Any, expected: lis
     assert (written["temperature"], written["top_p"]) == (0.5, 0.9)
     assert written["eos_token_id"] == expected
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == expected
+
+
+@pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification"])
+def test_stop_tokens_without_a_generation_config(tmp_path: Path, kind: str) -> None:
+    """The model's are kept, and that of the chat template is added; only a classifier's config has a pad."""
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    tokenizer.eos_token = "<|im_start|>"  # the template ends a turn with another token, <|im_end|>
+    config = {"eos_token_id": [7, 8], "architectures": [f"Qwen3For{kind}"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    add_tokenizer(tmp_path, tokenizer)
+    pad = {"pad_token_id": 0} if kind == "SequenceClassification" else {}
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written == config | {"eos_token_id": [1, 7, 8], "bos_token_id": None} | pad
+    generation = GenerationConfig.from_pretrained(tmp_path)
+    assert (generation.eos_token_id, generation.pad_token_id) == ([1, 2, 7, 8], 0)
+    model = AutoModelForCausalLM.from_config(ModelSpec(architecture=FAMILIES["qwen3"]).config())
+    use_plain_decoding(model, tokenizer)
+    assert model.generation_config.eos_token_id == [1, 2]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from components.contracts.errors import ConfigError
 from components.data.records.samples import ChatSample, PreferenceSample, SegmentsSample, TextSample
 from components.data.tokenize import template_limits
-from components.data.tokenize.chat import Encoded, encode_sample
+from components.data.tokenize.chat import Encoded, encode_sample, turn_end
 from components.data.tokenizer import PATH
 
 NO_GENERATION_PROMPT = """
@@ -162,6 +162,9 @@ def test_targets_are_answers_and_their_stop_tokens(template: str | None, expecte
     encoded = encode_chat(messages, tokenizer)
     assert targets(encoded, tokenizer) == expected
     assert encoded.stop_trained == (template != NO_STOP)
+    stop = turn_end(tokenizer)
+    assert (stop is None) == (template == NO_STOP)
+    assert stop is None or expected[-1].endswith(tokenizer.decode([stop]))
     assert encoded.prompt_length == encoded.mask.index(True)
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert encoded.input_ids == tokenizer(text, add_special_tokens=False)["input_ids"]
