@@ -23,7 +23,9 @@ from runner.commands import sampling
 from runner.commands.arguments import Keys, parse_pairs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
+
+    from components.data.tokenize.assistant_mask import Template
 
 KEYS: Keys = {"checkpoint": None, **sampling.KEYS}
 
@@ -32,8 +34,8 @@ def chat(arguments: Sequence[str]) -> None:
     """Answer the lines of standard input until it ends.
 
     Raises:
-        ConfigError: if an argument is wrong, the model cannot be read, or its chat template is missing or
-            refuses the conversation.
+        ConfigError: if an argument is wrong, the model cannot be read, or its chat template is missing, or
+            refuses or ignores a part of the conversation.
     """
     given = parse_pairs(arguments, KEYS, "checkpoint", usage=__doc__)
     options, seed = sampling.read_sampling(given)
@@ -41,6 +43,7 @@ def chat(arguments: Sequence[str]) -> None:
     import torch
 
     from components.data.records.messages import with_default_system
+    from components.data.tokenize.assistant_mask import open_template
     from runner.commands.trained_model import open_model, record_options
 
     templating = record_options(given)
@@ -51,7 +54,8 @@ def chat(arguments: Sequence[str]) -> None:
             "runner.generate."
         )
     torch.manual_seed(seed)
-    begin, variables = with_default_system([], templating), templating.chat_template_kwargs
+    template = open_template(tokenizer, None, templating.chat_template_kwargs, "the conversation")
+    begin = with_default_system([], templating)
     messages: list[Json] = [*begin]
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
@@ -60,7 +64,7 @@ def chat(arguments: Sequence[str]) -> None:
             messages = [*begin]
             continue
         messages.append({"role": "user", "content": line})
-        reply = answer(model, tokenizer, messages, variables, options)
+        reply = answer(model, template, messages, options)
         messages.append({"role": "assistant", "content": reply})
 
 
@@ -77,22 +81,15 @@ def asked() -> Iterator[str]:
             yield line
 
 
-def answer(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    messages: list[Json],
-    variables: Json,
-    options: Json,
-) -> str:
+def answer(model: "PreTrainedModel", template: "Template", messages: list[Json], options: Json) -> str:
     """Print the answer to the messages while it is generated, and return it."""
     import torch
     from transformers import TextStreamer
 
-    from components.data.tokenize.assistant_mask import Template
     from components.models.generate import check_positions
 
-    template = Template(tokenizer, None, variables, "", frozenset(), "the conversation")
-    text = template.render(messages, prompt=True)
+    tokenizer, text = template.tokenizer, template.render(messages, prompt=True)
+    template.check_renders_all(messages, text, prompt=True)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
     check_positions(model.config, length, options["max_new_tokens"])

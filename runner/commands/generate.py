@@ -18,7 +18,7 @@ trust_remote_code=true  run the code that the model brings with it
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from operator import eq
@@ -66,6 +66,7 @@ def write_completions(arguments: Sequence[str]) -> None:
 
     strings: Literal["plain", "chat"] = "chat" if given.get("strings") == "chat" else "plain"
     records = read_prompts(given["prompts"], replace(record_options(given), strings=strings))
+    check_conversations(given, records)
     answers = [right_answer(prompt, given["answer"]) for prompt in records] if "answer" in given else []
     model, tokenizer = open_model(given)
     prompts = [prompt.token_ids(tokenizer) for prompt in records]
@@ -110,6 +111,15 @@ def scorer(metric: str) -> Callable[[str, str], float]:
         ) from error
     rouge = RougeScorer([metric])
     return lambda answer, completion: float(rouge.score(answer, completion)[metric].fmeasure)
+
+
+def check_conversations(given: Mapping[str, str], prompts: Sequence["Prompt"]) -> None:
+    """Raise ConfigError for an argument that only conversations read if all prompts are plain strings."""
+    for key in ("system", "chat_template_kwargs"):
+        if key in given and all(isinstance(prompt.turns, str) for prompt in prompts):
+            raise ConfigError(
+                f"{key}: is not read, because every prompt is a string; use strings=chat, or leave it out."
+            )
 
 
 def right_answer(prompt: "Prompt", field: str) -> str:

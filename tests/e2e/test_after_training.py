@@ -337,7 +337,9 @@ def test_prompts_have_the_system_turn_of_the_run(tmp_path: Path, single: Path) -
     )
     own = given | {"system": "", "chat_template_kwargs": "{style: long}"}
     assert record_options(own) == RecordOptions(default_system="", chat_template_kwargs={"style": "long"})
-    [first, *_] = completions(tmp_path, f"checkpoint={run}")
+    with pytest.raises(ConfigError, match="does not read style"):
+        completions(tmp_path, f"checkpoint={run}")
+    [first, *_] = completions(tmp_path, f"checkpoint={run}", "chat_template_kwargs={}")
     for place in (single, single / "export"):
         assert completions(tmp_path, f"checkpoint={place}", "system=Count.")[0] == first
         assert completions(tmp_path, f"checkpoint={place}")[0] != first
@@ -461,6 +463,14 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, single: Path) -> None:
         write_completions(words)
 
 
+@pytest.mark.parametrize("word", ["system=Count.", "chat_template_kwargs={style: c}"])
+def test_arguments_that_only_conversations_read(tmp_path: Path, single: Path, word: str) -> None:
+    (tmp_path / "p.txt").write_text("one\n")
+    words = [f"checkpoint={single}/export", f"prompts={tmp_path}/p.txt", word]
+    with pytest.raises(ConfigError, match="is not read, because every prompt is a string; use strings=chat"):
+        write_completions(words)
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -502,7 +512,9 @@ def test_a_prompt_is_all_of_its_record(single: Path) -> None:
     options = RecordOptions(strings="chat", default_system="d", chat_template_kwargs={"style": "c"})
     texts = [tokenizer.decode(prompt.token_ids(tokenizer)) for prompt in read_prompts(str(path), options)]
     assert texts == ["c|system: d|user: a|"] * 3
-    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{{ style }}{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
     with pytest.raises(ConfigError, match="does not render message 0, of the role system"):
         prompt.token_ids(tokenizer)
 
@@ -525,16 +537,19 @@ def test_a_conversation(pipelined: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "\n".join(again) == f"{answer}\n{answer}"
 
 
-def test_a_conversation_goes_on(single: Path) -> None:
+def test_a_conversation_goes_on(tmp_path: Path, single: Path) -> None:
     seen: list[list[dict[str, str]]] = []
+    folder = shutil.copytree(single / "export", tmp_path / "styled")
+    with (folder / "chat_template.jinja").open("a") as file:
+        file.write("{{ style }}")
 
-    def reply(_: Any, __: Any, messages: list[dict[str, str]], variables: Any, ___: Any) -> str:
-        assert variables == {"style": "c"}
+    def reply(_: Any, template: Any, messages: list[dict[str, str]], __: Any) -> str:
+        assert template.kwargs == {"style": "c"}
         seen.append([dict(message) for message in messages])
         return f"answer {len(seen)}"
 
     with mock.patch("sys.stdin", io.StringIO("a\nb\n")), mock.patch("runner.commands.chat.answer", reply):
-        chat([f"checkpoint={single}/export", "system=Be kind.", "chat_template_kwargs={style: c}"])
+        chat([f"checkpoint={folder}", "system=Be kind.", "chat_template_kwargs={style: c}"])
     assert [message["content"] for message in seen[1]] == ["Be kind.", "a", "answer 1", "b"]
     assert [message["role"] for message in seen[1]] == ["system", "user", "assistant", "user"]
 
@@ -562,8 +577,14 @@ def test_a_model_without_a_chat_template(tmp_path: Path, single: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"has no chat template; train with model\.chat_template, or use"):
         chat([f"checkpoint={tmp_path}"])
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    tokenizer.save_pretrained(tmp_path)
-    refuses = pytest.raises(ConfigError, match=r"the conversation: .* refuses .*no system role")
-    with refuses, mock.patch("sys.stdin", io.StringIO("Hi\n")):
-        chat([f"checkpoint={tmp_path}"])
+    of_users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    for template, word, message in (
+        ("{{ raise_exception('no system role') }}", "system=", "refuses .*no system role"),
+        (of_users, "system=Be kind.", "does not render message 0, of the role system"),
+        (of_users, "chat_template_kwargs={enable_thinkng: false}", "does not read enable_thinkng"),
+    ):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path)
+        refuses = pytest.raises(ConfigError, match=f"the conversation: .* {message}")
+        with refuses, mock.patch("sys.stdin", io.StringIO("Hi\n")):
+            chat([f"checkpoint={tmp_path}", word])

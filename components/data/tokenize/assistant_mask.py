@@ -161,12 +161,24 @@ def template_for(tokenizer: PreTrainedTokenizerBase, sample: Conversational, ori
             f"model.tokenizer: {name} is a slow tokenizer, without the character offsets of tokens that the "
             "assistant mask needs. Use its fast version (with a tokenizer.json)."
         )
+    return open_template(tokenizer, sample.tools, sample.template_kwargs, origin)
+
+
+def open_template(
+    tokenizer: PreTrainedTokenizerBase, tools: list[Tool] | None, kwargs: Json, origin: str
+) -> Template:
+    """Return the template of the tokenizer, which has one.
+
+    Raises:
+        ConfigError: if it has several and none is the default, or the template does not read a variable of
+            ``kwargs``.
+    """
     try:
-        source = tokenizer.get_chat_template(tools=sample.tools)
+        source = tokenizer.get_chat_template(tools=tools)
     except ValueError as error:  # several templates, none of which is the default
+        name = tokenizer.name_or_path
         raise ConfigError(f"model.tokenizer: {name}: {one_line(error)}; set model.chat_template.") from error
-    kwargs = sample.template_kwargs
-    template = Template(tokenizer, sample.tools, kwargs, source, _stop_ids(tokenizer), origin)
+    template = Template(tokenizer, tools, kwargs, source, _stop_ids(tokenizer), origin)
     unknown = [name for name in kwargs if not re.search(rf"\b{re.escape(name)}\b", source)]
     if unknown:
         raise template.error(f"does not read {', '.join(unknown)}", "Remove it from chat_template_kwargs.")

@@ -19,7 +19,7 @@ from components.data.records.messages import (
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import Unreadable, read_records
 from components.data.records.samples import Tool, Turns
-from components.data.tokenize.assistant_mask import Template
+from components.data.tokenize.assistant_mask import open_template
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _ANSWERS = ("completion", "chosen", "rejected")
@@ -40,7 +40,8 @@ class Prompt:
         """Return the prompt's tokens; after messages, with the beginning of the assistant's turn.
 
         Raises:
-            ConfigError: if the tokenizer has no chat template, or the template refuses the messages.
+            ConfigError: if the tokenizer has no chat template, or the template refuses or ignores a part of
+                the conversation.
         """
         if isinstance(self.turns, str):
             ids: list[int] = tokenizer(self.turns)["input_ids"]
@@ -50,7 +51,7 @@ class Prompt:
                 f"{self.origin}: is a conversation, and the tokenizer has no chat template; use a model "
                 "with a chat template, or a prompt that is one string, with strings=plain."
             )
-        template = Template(tokenizer, self.tools, self.template_kwargs, "", frozenset(), self.origin)
+        template = open_template(tokenizer, self.tools, self.template_kwargs, self.origin)
         text = template.render(self.turns, prompt=True)
         template.check_renders_all(self.turns, text, prompt=True)
         chat: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
