@@ -12,22 +12,29 @@ from components.adapters.peft_folder import BASE, CONFIG, REVISION, adapter_file
 from components.contracts.errors import ConfigError
 from components.json_text import read_json
 from components.models import ModelSpec, WeightSource, named_shapes, nf4, stream_folder
+from components.models.config import has_tokenizer
 from components.models.scalar_head import is_classifier
 
 
 def merge_adapter(
-    adapter: str, output: str, *, base: str | None = None, dtype: torch.dtype = torch.float32
+    adapter: str,
+    output: str,
+    *,
+    base: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Merge the adapter in the folder ``adapter`` into its base model; write the result to ``output``.
 
     The sum is computed in float32, one tensor at a time, and stored in ``dtype``. ``base`` is the folder or
-    hub id of the base model. None means the one that adapter_config.json names.
+    hub id of the base model. None means the one that adapter_config.json names. ``trust_remote_code`` allows
+    the code that this model brings.
 
     Raises:
         ConfigError: if a folder cannot be read, the adapter is for another model, or ``output`` is not empty.
     """
     target = new_folder(output)
-    spec = base_of(adapter, base)
+    spec = base_of(adapter, base, trust_remote_code=trust_remote_code)
     model = spec.meta_model
     frozen: Literal["nf4"] | None = "nf4" if nf4.has_config(Path(adapter).expanduser()) else None
     described = LoRA(**read_settings(adapter), init_lora_weights=None, path=adapter, quantize=frozen)
@@ -64,7 +71,7 @@ def merged_weights(
     return read
 
 
-def base_of(adapter: str, base: str | None) -> ModelSpec:
+def base_of(adapter: str, base: str | None, *, trust_remote_code: bool) -> ModelSpec:
     """Return the base model of ``adapter``, with the tokenizer in the adapter's folder if there is one.
 
     Raises:
@@ -74,13 +81,14 @@ def base_of(adapter: str, base: str | None) -> ModelSpec:
     named = config.get(BASE)
     if base is None and not (named and isinstance(named, str)):
         raise ConfigError(f"adapter={adapter}: names no model ({BASE}); give base=DIR.")
-    own_tokenizer = (Path(adapter).expanduser() / "tokenizer.json").is_file()
+    folder = Path(adapter).expanduser()
     return ModelSpec(
         path=base or named,
         init="pretrained",
         revision=None if base else config.get(REVISION),
-        tokenizer=adapter if own_tokenizer else None,
-        scalar_head=is_classifier(Path(adapter).expanduser()),
+        trust_remote_code=trust_remote_code,
+        tokenizer=adapter if has_tokenizer(folder) else None,
+        scalar_head=is_classifier(folder),
     )
 
 

@@ -198,9 +198,10 @@ def load_with_weights(
 def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """Load the adapter in ``folder`` and its base model with peft.
 
-    transformers' own loading of adapters (5.23) ignores the magnitudes of DoRA.
+    transformers' own loading of adapters (5.23) ignores the magnitudes of DoRA. The class is that of language
+    models even if the adapter names no task, because only this class generates with its own config.
     """
-    from peft import PeftModel  # slow to import
+    from peft import PeftModelForCausalLM  # slow to import
 
     named = read_json(folder / ADAPTER_CONFIG_NAME)
     base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -209,4 +210,4 @@ def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     if nf4.has_config(folder):
         nf4.check_installed()
         nf4.round_linears(base)
-    return PeftModel.from_pretrained(base, folder)
+    return PeftModelForCausalLM.from_pretrained(base, folder)

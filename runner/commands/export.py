@@ -7,7 +7,7 @@ base=DIR        only with adapter: the base model, if it is not at the path reco
 hook=ema        only with checkpoint: the average of the weights that the run's hook of this name keeps
 dtype=fp32      or bf16 or fp16, of the written weights; default: that of checkpoint's run, fp32 with adapter
 trust=[MODULE]  only with checkpoint: further modules whose classes the run's config.yaml may name
-trust_remote_code=true  only with checkpoint: run the code that the run's model brings with it
+trust_remote_code=true  run the code that the run's model, or the adapter's base model, brings with it
 """
 
 import sys
@@ -45,9 +45,8 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         )
     if "base" in given and "adapter" not in given:
         raise ConfigError("base: is not read with checkpoint, whose run determines the model; leave it out.")
-    for key in ("trust", "trust_remote_code"):
-        if key in given and "adapter" in given:
-            raise ConfigError(f"{key}: is not read with adapter, which names no code; leave it out.")
+    if "trust" in given and "adapter" in given:
+        raise ConfigError("trust: is not read with adapter, which names no class; leave it out.")
     if "hook" in given and "adapter" in given:
         raise ConfigError("hook: is not read with adapter, which holds no average; leave it out.")
     return given
@@ -63,7 +62,8 @@ def export(arguments: Sequence[str]) -> None:
     from runner.training.rank import DTYPES
 
     dtype = DTYPES[given.get("dtype", "fp32")]
-    print(merge_adapter(given["adapter"], given["output"], base=given.get("base"), dtype=dtype))
+    base, trusts = given.get("base"), given.get("trust_remote_code") == "true"
+    print(merge_adapter(given["adapter"], given["output"], base=base, dtype=dtype, trust_remote_code=trusts))
 
 
 def export_checkpoint(given: Mapping[str, str]) -> Path:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from components.accelerator import inference_device
+from components.adapters.merge import base_of
 from components.checkpoint import resolve_checkpoint
 from components.checkpoint.reader import StoredTensors
 from components.checkpoint.to_hf import CheckpointModel
@@ -137,7 +138,10 @@ def _naming(folder: Path) -> Iterator[None]:
 
 def _load(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     with _naming(folder):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if (folder / ADAPTER_CONFIG_NAME).is_file():  # perhaps without a tokenizer of its own
+            tokenizer = base_of(str(folder), None, trust_remote_code=trust_remote_code).load_tokenizer()
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         model = load_model(folder, trust_remote_code)
     if not len(tokenizer):  # without its files, transformers builds an empty one
         raise ConfigError(f"checkpoint: {folder} has no tokenizer; copy the tokenizer's files into it.")

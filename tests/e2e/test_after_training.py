@@ -420,6 +420,17 @@ def test_the_most_probable_token_is_taken_whatever_the_model_suggests(tmp_path: 
     assert model.generate(folder, [5, 6], 12) == final
 
 
+def test_an_adapter_with_only_what_peft_needs(tmp_path: Path, adapted: Path) -> None:
+    """It names no task and has no tokenizer, and its base model suggests a way of decoding."""
+    wanted = completions(tmp_path, f"checkpoint={adapted}/export")
+    base = shutil.copytree(adapted / "base", tmp_path / "base")
+    amend(base / "generation_config.json", {"repetition_penalty": 100.0, "do_sample": True})
+    names = shutil.ignore_patterns("*token*", "chat_template.jinja")
+    bare = shutil.copytree(adapted / "export", tmp_path / "bare", ignore=names)
+    amend(bare / "adapter_config.json", {"task_type": None, "base_model_name_or_path": str(base)})
+    assert completions(tmp_path, f"checkpoint={bare}") == wanted
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

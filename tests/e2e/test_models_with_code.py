@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from components.contracts.errors import ConfigError
 from components.data.tokenizer import PATH
+from runner.commands.export import export
 from tests.e2e.commands import EXPORTING, call_here, run_here
 
 CODE = {
@@ -59,3 +62,14 @@ def test_code_is_not_run_without_permission(
 ) -> None:
     assert call_here(f"run.output_dir={tmp_path}", "model=hf", f"model.path={folder}", *TRAINING) == 2
     assert "brings its own model code; read it" in capsys.readouterr().err
+
+
+def test_an_adapter_is_merged_into_a_model_with_code(folder: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    words = [f"adapter={tmp_path}/adapter", "merge=true", f"output={tmp_path}/merged"]
+    with pytest.raises(ConfigError, match="brings its own model code; read it"):
+        export(words)
+    export([*words, "trust_remote_code=true"])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True)
+    assert type(merged).__name__ == "OwnForCausalLM"
