@@ -187,11 +187,11 @@ EXPERIMENT = """# @package _global_
 defaults:
   - override /hook: [samples]
 hook:
-  samples: {{prompts: {prompts}, max_new_tokens: 2}}
-checkpoint: {{keep_best: eval/nll, keep_best_mode: min}}
-early_stopping: {{metric: eval/nll, patience: 5}}
-run: {{eval_every: 2}}
-stage: {{label_smoothing: 0.1}}
+  samples: {max_new_tokens: 2}
+checkpoint: {keep_best: eval/nll, keep_best_mode: min}
+early_stopping: {metric: eval/nll, patience: 5}
+run: {eval_every: 2}
+stage: {label_smoothing: 0.1}
 """
 
 
@@ -201,9 +201,10 @@ def test_hooks_and_watched_metrics_of_an_experiment_do_not_evaluate(
     (tmp_path / "experiment").mkdir()
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps(PROMPTS[2]) + "\n")
-    (tmp_path / "experiment" / "mine.yaml").write_text(EXPERIMENT.format(prompts=prompts))
-    own = f"--config-dir={tmp_path}"
-    run = trained_on(tmp_path / "run", chats, "experiment=mine", "run.max_steps=2", "run.export=false", own)
+    (tmp_path / "experiment" / "mine.yaml").write_text(EXPERIMENT)
+    own, few = f"--config-dir={tmp_path}", ("run.max_steps=2", "run.export=false")
+    hook = f"hook.samples.prompts={prompts}"  # which the evaluation leaves out
+    run = trained_on(tmp_path / "run", chats, "experiment=mine", *few, hook, own)
     found = evaluated(tmp_path / "a", f"checkpoint={run}", own)
     assert found == rows(run, "eval/loss")[-1]
     words = evaluation([f"checkpoint={run}", own, "checkpoint.keep_best=eval/nll"])
