@@ -33,6 +33,8 @@ _DATA = ("data", "experiment", "data.train", "data.eval", "data.sources")
 _DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
 """Keys that name data sets, which only the option ``data=llamafactory`` has."""
 _CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")
+_OUTSIDE = re.compile(r"\.\.|\$|(?:^|[^\w.-])/")
+"""What the option of a group contains if it is a file outside of the folders of Hydra's search path."""
 _SOURCES = ("train", "sources", "eval", "eval_fraction", "split", "eval_split", "subset", "revision")
 """Keys of ``data`` that say which records are read; another choice of ``data`` brings its own."""
 _DEMO = "components.data.StdlibData"
@@ -182,7 +184,7 @@ def stage_of(overrides: Sequence[str]) -> str:
 
 
 def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
-    """Raise ConfigError if the options of a run name code that the user has not trusted."""
+    """Raise ConfigError if the options of a run name code or a file that the user has not trusted."""
     trusted = [module for word in given if word.startswith("trust=") for module in trusted_modules(word[6:])]
     for word in recorded:
         classes = _CLASS.findall(word)
@@ -190,6 +192,12 @@ def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
             raise ConfigError(
                 f"{name_of(word)} (run.json): {word} may name a class that is not of this program, and a "
                 "folder may not; if you know the code, give trust=[MODULE]."
+            )
+        is_group = "." not in name_of(word).partition("@")[0]
+        if is_group and _OUTSIDE.search(word.partition("=")[2]) and name_of(word) not in map(name_of, given):
+            raise ConfigError(
+                f"{name_of(word)} (run.json): {word} may be a file outside of conf/, which may name any "
+                "class; if you know the file, give this option in the command."
             )
         allows = "trust_remote_code" in word and not word.lower().endswith("=false")
         if allows and "model.trust_remote_code" not in map(name_of, given):

@@ -150,6 +150,9 @@ def test_an_adapter_brings_its_tokenizer(tmp_path: Path) -> None:
         ("+logger.own._target_='my_records.Log'", "trust=my_records"),
         ('stage={"_target_": my_records.Loss}', "trust=[other,my_records]"),
         ("model.trust_remote_code=true", "model.trust_remote_code=true"),
+        ("experiment=../../evil", "experiment=../../evil"),
+        ("+experiment@model=[/tmp/evil]", "+experiment@model=[/tmp/evil]"),
+        ("stage=${oc.env:EVIL}", "stage=${oc.env:EVIL}"),
     ],
 )
 def test_code_that_a_run_names_needs_consent(tmp_path: Path, word: str, consent: str) -> None:
