@@ -16,7 +16,7 @@ from components.contracts.hook import Hook, HookRun
 from components.contracts.json_types import Json
 from components.data.records.options import RecordOptions
 from components.data.tokenize.prompts import Prompt, read_prompts
-from components.models.generate import check_positions, complete, load_model, use_plain_decoding
+from components.models.generate import check_positions, complete_all, load_model, use_plain_decoding
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,7 @@ class Samples(Hook):
         model = load_model(export, run.model.trust_remote_code).eval()
         use_plain_decoding(model, tokenizer)
         records = self._prompts()
-        found = complete(
+        found = complete_all(
             model.to(inference_device(model)),
             tokenizer,
             [prompt.token_ids(tokenizer) for prompt in records],

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ from components.data.tokenize.chat import turn_end
 from components.json_text import as_type, read_json
 from components.models import nf4
 from components.models.scalar_head import is_classifier
+
+BATCH_SIZE = 8
+"""Default number of prompts that are completed at once; their caches of keys and values need memory."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,19 @@ def generate(
         answer = model.to(device).eval().generate(ids, max_new_tokens=max_new_tokens, do_sample=False)
     continuation: list[int] = answer[0, len(prompt) :].tolist()
     return continuation
+
+
+def complete_all(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int = BATCH_SIZE,
+    **options: Any,
+) -> Iterator[dict[str, str]]:
+    """Yield the result of ``complete`` for each prompt, computed for ``batch_size`` prompts at a time."""
+    for start in range(0, len(prompts), batch_size):
+        yield from complete(model, tokenizer, prompts[start : start + batch_size], **options)
 
 
 def complete(

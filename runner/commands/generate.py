@@ -18,13 +18,13 @@ trust_remote_code=true  run the code that the model brings with it
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from operator import eq
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, TextIO
 
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, TrainingError
 from components.contracts.json_types import Json
 from runner.cli import announce_loading, run_or_answer
 from runner.commands import sampling
@@ -47,7 +47,8 @@ def write_completions(arguments: Sequence[str]) -> None:
 
     Raises:
         ConfigError: if an argument is wrong, the prompts or the model cannot be read, or the output cannot be
-            written.
+            opened.
+        TrainingError: if the output cannot be written.
     """
     given = parse_pairs(arguments, KEYS, "checkpoint", "prompts", usage=__doc__)
     metric = given.get("metric", "exact_match")
@@ -55,15 +56,15 @@ def write_completions(arguments: Sequence[str]) -> None:
         raise ConfigError("metric: compares completions with answers; give answer=FIELD, or leave it out.")
     score = scorer(metric)
     options, seed = sampling.read_sampling(given)
-    batch_size = whole_number(given, "batch_size", 8, least=1)
     announce_loading()
     import torch
 
     from components.data.progress import show_progress
     from components.data.tokenize.prompts import read_prompts
-    from components.models.generate import complete
+    from components.models.generate import BATCH_SIZE, complete_all
     from runner.commands.trained_model import open_model, record_options
 
+    batch_size = whole_number(given, "batch_size", BATCH_SIZE, least=1)
     strings: Literal["plain", "chat"] = "chat" if given.get("strings") == "chat" else "plain"
     records = read_prompts(given["prompts"], replace(record_options(given), strings=strings))
     check_conversations(given, records)
@@ -72,27 +73,47 @@ def write_completions(arguments: Sequence[str]) -> None:
     prompts = [prompt.token_ids(tokenizer) for prompt in records]
     torch.manual_seed(seed)
     scores: list[float] = []
-    with ExitStack() as files:  # opened last: an error before leaves an older file as it is
-        try:
-            output = files.enter_context(open(given["output"], "w")) if "output" in given else sys.stdout
-        except OSError as error:
-            raise ConfigError(f"output: cannot be written ({error.strerror}); name another file.") from error
-        shows = "output" in given  # a bar would be between the rows on a terminal
-        advance = files.enter_context(show_progress("generating", "rows")) if shows else lambda _: None
-        for start in range(0, len(prompts), batch_size):
-            found = complete(model, tokenizer, prompts[start : start + batch_size], **options)
-            advance(len(found))
-            for number, completion in enumerate(found, start):
-                added: Json = {**completion}
-                if answers:
-                    added[metric] = score(answers[number], completion["completion"].strip())
-                    scores.append(added[metric])
-                row = records[number].completed(added)
-                print(json.dumps(row, ensure_ascii=False, default=str), file=output, flush=True)
+    shows = "output" in given  # a bar would be between the rows on a terminal
+    # The output is opened last: an error before leaves an older file as it is.
+    with opened(given.get("output")) as output, ExitStack() as bar:
+        advance = bar.enter_context(show_progress("generating", "rows")) if shows else lambda _: None
+        found = complete_all(model, tokenizer, prompts, batch_size=batch_size, **options)
+        for number, completion in enumerate(found):
+            advance(1)
+            added: Json = {**completion}
+            if answers:
+                added[metric] = score(answers[number], completion["completion"].strip())
+                scores.append(added[metric])
+            row = records[number].completed(added)
+            print(json.dumps(row, ensure_ascii=False, default=str), file=output, flush=True)
     if "output" in given:
         print(f"{len(prompts):,} completions written to {given['output']}", file=sys.stderr)
     if answers:
         print(f"{metric}: {sum(scores) / len(scores):.1%} of {len(scores):,} answers", file=sys.stderr)
+
+
+@contextmanager
+def opened(path: str | None) -> Iterator[TextIO]:
+    """Yield the file at ``path`` for writing. None means standard output.
+
+    Raises:
+        ConfigError: if the file cannot be opened.
+        TrainingError: if the file cannot be written, because the disk is full, for example.
+    """
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        file = open(path, "w")  # noqa: SIM115  it is closed below
+    except OSError as error:
+        raise ConfigError(f"output: cannot be written ({error.strerror}); name another file.") from error
+    try:
+        with file:
+            yield file
+    except OSError as error:
+        raise TrainingError(
+            f"output={path}: could not be written ({error.strerror}); free some space, or name another file."
+        ) from error
 
 
 def scorer(metric: str) -> Callable[[str, str], float]:

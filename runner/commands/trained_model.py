@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
@@ -131,7 +132,7 @@ def _naming(folder: Path) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         reason, _, _ = str(error).partition("\n")
         raise ConfigError(f"checkpoint: cannot load {folder} ({reason}); export it again.") from error
 

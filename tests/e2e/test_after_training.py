@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -17,7 +18,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from components.checkpoint.to_hf import CheckpointModel
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, TrainingError
 from components.data.records.options import RecordOptions
 from components.data.tokenize.prompts import read_prompts
 from components.models.generate import amend, load_model
@@ -468,10 +469,26 @@ def test_a_model_that_transformers_refuses(tmp_path: Path, single: Path) -> None
         completions(tmp_path, f"checkpoint={single}")
 
 
+@pytest.mark.parametrize("damage", ["model.safetensors", "adapter_model.safetensors", "config.json"])
+def test_a_damaged_model(tmp_path: Path, single: Path, adapted: Path, damage: str) -> None:
+    """Its weights end early, or are not those of its config.json."""
+    source = (adapted if damage.startswith("adapter") else single) / "export"
+    folder = shutil.copytree(source, tmp_path / "damaged")
+    if damage == "config.json":
+        amend(folder / damage, {"intermediate_size": 32})
+    else:
+        os.truncate(folder / damage, 2000)
+    with pytest.raises(ConfigError, match=r"^checkpoint: cannot load .*damaged \(.*\); export it again\.$"):
+        completions(tmp_path, f"checkpoint={folder}")
+
+
 def test_an_output_that_cannot_be_written(tmp_path: Path, single: Path) -> None:
     (tmp_path / "p.txt").write_text("one\n")
     words = [f"checkpoint={single}/export", f"prompts={tmp_path}/p.txt", f"output={tmp_path}/no/x.jsonl"]
     with pytest.raises(ConfigError, match=r"output: cannot be written \(No such file.*\); name another"):
+        write_completions(words)
+    words[-1] = "output=/dev/full"
+    with pytest.raises(TrainingError, match=r"output=/dev/full: could not be written \(No space"):
         write_completions(words)
 
 

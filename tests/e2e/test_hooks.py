@@ -17,6 +17,7 @@ from components.checkpoint.reader import StoredTensors
 from components.contracts.hook import Hook, HookRun
 from components.data.records.options import RecordOptions
 from components.hooks import Samples
+from components.models.generate import complete
 from runner.commands import export
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
@@ -185,16 +186,19 @@ class Counted(Hook):
 
 
 def test_two_hooks_of_a_class_have_files_of_their_own(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "The"}')
+    """More prompts than ``BATCH_SIZE`` are completed one batch after the other."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "The"}\n' * 9)
     (tmp_path / "b.jsonl").write_text('{"prompt": "A"}')
     first = ("hook=[samples]", f"hook.samples.prompts={tmp_path}/a.jsonl", "hook.samples.max_new_tokens=1")
     more = ("_target_=components.hooks.Samples", f"prompts={tmp_path}/b.jsonl", "max_new_tokens=1")
     counted = "+hook.counted._target_=tests.e2e.test_hooks.Counted"
     second = (f"+hook.more.{word}" for word in more)
-    run = run_here(tmp_path / "run", *RUN, *first, *second, counted, "run.max_steps=1")
-    for folder, prompt in (("completions", "The"), ("completions/more", "A")):
-        (row,) = (run / folder / "step_00000001.jsonl").read_text().splitlines()
-        assert json.loads(row)["prompt"] == prompt
+    with mock.patch("components.models.generate.complete", wraps=complete) as batches:
+        run = run_here(tmp_path / "run", *RUN, *first, *second, counted, "run.max_steps=1")
+    assert [len(call.args[2]) for call in batches.call_args_list] == [8, 1, 1]
+    for folder, prompts in (("completions", ["The"] * 9), ("completions/more", ["A"])):
+        found = (run / folder / "step_00000001.jsonl").read_text().splitlines()
+        assert [json.loads(row)["prompt"] for row in found] == prompts
     assert [row["mine/step"] for row in rows(run, "mine/step")] == [1.0]
 
 
