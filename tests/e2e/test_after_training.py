@@ -15,12 +15,14 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.errors import ConfigError, TrainingError
 from components.data.records.options import RecordOptions
-from components.data.tokenize.prompts import read_prompts
+from components.data.tokenize.prompts import Prompt, read_prompts
+from components.data.tokenizer import PATH
 from components.models.generate import amend, load_model
 from runner.cli import run_or_answer
 from runner.commands.chat import chat
@@ -546,6 +548,18 @@ def test_a_prompt_is_all_of_its_record(single: Path) -> None:
     )
     with pytest.raises(ConfigError, match="does not render message 0, of the role system"):
         prompt.token_ids(tokenizer)
+
+
+def test_a_plain_prompt_does_not_end_with_an_end() -> None:
+    """The tokenizer appends one. One that is written in the prompt is kept."""
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
+    )
+    for text in ("one", "one<|im_end|>"):
+        words = [1, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+        assert tokenizer(text)["input_ids"] == [*words, 2]
+        assert Prompt({}, "x:1", text, None, {}).token_ids(tokenizer) == words
 
 
 # ---- chat

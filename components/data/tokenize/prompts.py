@@ -45,7 +45,9 @@ class Prompt:
         """
         if isinstance(self.turns, str):
             ids: list[int] = tokenizer(self.turns)["input_ids"]
-            return ids
+            own: list[int] = tokenizer(self.turns, add_special_tokens=False)["input_ids"]
+            # Some tokenizers append the end-of-sequence token, after which a model begins another text.
+            return ids[:-1] if ids[-len(own) - 1 :] == [*own, tokenizer.eos_token_id] else ids
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"{self.origin}: is a conversation, and the tokenizer has no chat template; use a model "
