@@ -152,7 +152,7 @@ function differences() {
     const groups = new Map();
     for (const run of data.runs) {
       if (!run.folder || !(key in run.config)) continue;
-      const value = typeof run.config[key] === "number" ? number(run.config[key], 6) : text(run.config[key]);
+      const value = setting(run.config[key]);
       groups.set(value, [...(groups.get(value) || []), run.number]);
     }
     const pairs = [...groups].map(([value, numbers]) => {

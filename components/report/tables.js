@@ -33,6 +33,11 @@ function text(value) {
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
+/** Return a value of a config as text; integers are exact, so that different ones never look equal. */
+function setting(value) {
+  return typeof value === "number" && !Number.isInteger(value) ? number(value, 6) : text(value);
+}
+
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "";
   if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;

@@ -122,3 +122,11 @@ def test_node_reads_the_script(path: Path) -> None:
         pytest.skip("no node here")
     answer = subprocess.run([node, "--check", str(path)], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node here; apt-get install nodejs")
+def test_different_integers_of_a_config_look_different() -> None:
+    shown = "[1000000, 1000001, 20000, 0.25, 1e-5, null].map(setting).join(' ')"
+    script = f"{(SCRIPTS / 'tables.js').read_text()}\nconsole.log({shown})"
+    found = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == ["1000000", "1000001", "20000", "0.25", "1e-5", "–"]
