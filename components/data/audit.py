@@ -112,7 +112,8 @@ class Audit:
     def render(self, *, evaluates: bool = False) -> Table:
         """Return a table for a terminal, with one column per source.
 
-        With ``evaluates``, it has no columns for the training data, which an evaluation does not use.
+        Counts that are 0 for every source are only in audit.json. With ``evaluates``, there are no columns
+        for the training data, which an evaluation does not use.
         """
         table = Table(title="Data", title_justify="left")
         table.add_column()
@@ -121,8 +122,9 @@ class Audit:
         for name, _, source in columns:
             table.add_column(escape(f"{name}: {source.name}"), justify="right", overflow="fold")
         for row in (one for one in fields(SourceAudit)[1:] if one.name != "first_bad"):
-            cells = (_cell(getattr(source, row.name)) for _, _, source in columns)
-            table.add_row(row.name.replace("_", " "), *cells)
+            cells = [_cell(getattr(source, row.name)) for _, _, source in columns]
+            if {*cells} - {"0", "-"}:
+                table.add_row(row.name.replace("_", " "), *cells)
         for row in fields(SplitAudit)[1:]:
             table.add_row(
                 row.name.replace("_", " "), *(_cell(getattr(split, row.name)) for _, split, _ in columns)
