@@ -128,14 +128,11 @@ def unknown_key(key: str, source: str, known: Iterable[str]) -> ConfigError:
         return ConfigError(f"{key} ({source}): is {RENAMED[key]} now; use that name.")
     options = sorted(known)
     group, _, name = key.rpartition(".")
-    if source.startswith("conf/experiment/"):  # written for another option of the group
-        return ConfigError(
-            f"{key} ({source}): the chosen option of {group} has no such key; choose another one, or leave "
-            "the experiment out."
-        )
     groups = [option.rpartition(".")[0] for option in options if last_name(option) == name]
     misspelt = did_you_mean(key, options) if get_close_matches(group, groups) else None
     hint = misspelt or counterpart(key) or reason(key, options) or did_you_mean(key, options)
+    if source.startswith("conf/experiment/") and not get_close_matches(name, map(last_name, options)):
+        hint = f"if another option of {group} reads it, choose that one; otherwise, remove it."
     if hint.startswith("known: ") and len(options) > MOST_LISTED:
         hint = (
             "`python -m runner --cfg job` prints all keys, and docs/dictionary.md names other tools' options."
