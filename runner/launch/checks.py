@@ -276,6 +276,8 @@ class RunPreparation:
         reference, dtype, ranks = self.reference, DTYPES[run.dtype], ahead.devices or self.local_ranks
         name, memory = ahead.device_name, ahead.device_memory
         device = find_device(self.device, name, memory, local_ranks=ranks, dtype=dtype)
+        if self.local_ranks < self.world_size:  # a launcher has chosen how many ranks a machine has
+            device = replace(device, per_node=self.local_ranks)
         return Candidate(
             layout=layout,
             world_size=self.world_size,

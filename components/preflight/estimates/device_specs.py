@@ -54,6 +54,9 @@ class Device:
     network: float
     """Bytes/s to a rank of another node."""
     per_node: int
+    host: int | None = None
+    """Bytes of memory of this machine, which its ranks share. None means that it is not known, or that it is
+    the memory of a CPU."""
 
     def shared_by(self, ranks: int) -> Self:
         """Return the device of a rank if ``ranks`` instead of ``per_node`` ranks share a CPU.
@@ -87,7 +90,8 @@ def find_device(
         flops = peak_flops(torch.device(kind), dtype)
         sharers = int(os.environ.get(GPU_SHARERS, 1))
         held = budget or max(total // sharers - GPU_PROGRAM, 0)
-        return Device(here, kind, held, True, flops, GPU_MFU, link, NETWORK, PER_NODE)
+        host = machine_memory()
+        return Device(here, kind, held, True, flops, GPU_MFU, link, NETWORK, PER_NODE, host)
     share = machine_memory() // local_ranks - PROGRAM
     flops = peak_flops(torch.device("cpu"), dtype) / local_ranks
     shown = f"CPU, shared by {local_ranks}" if local_ranks > 1 else "CPU"

@@ -109,6 +109,16 @@ class Candidate:
         return self.device.memory if self.device.certain else int(self.device.memory * (1 + TOLERANCE))
 
     @property
+    def host_memory(self) -> int:
+        """Bytes of offloaded state of the ranks of one machine, which has as many of each stage."""
+        ranks = min(self.world_size, self.device.per_node)
+        return sum(size for rank in self.memory for size in rank.host.values()) * ranks // len(self.memory)
+
+    @property
+    def fits_host(self) -> bool:
+        return self.device.host is None or self.host_memory <= self.device.host
+
+    @property
     def micro_batches(self) -> list[int]:
         """Possible micro-batch sizes: divisors, up to 16, of the number of rows of a data-parallel rank.
 
@@ -128,7 +138,7 @@ class Candidate:
         return next((case for case in sizes if case.fits()), replace(self, micro_batch_size=1))
 
     def fits(self) -> bool:
-        return self.peak.total <= self.memory_budget
+        return self.peak.total <= self.memory_budget and self.fits_host
 
     def check(self) -> None:
         """Raise ConfigError if the layout, the batch and the model are incompatible."""

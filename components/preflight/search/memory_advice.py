@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import NoReturn
 
 import torch
 
@@ -50,6 +51,8 @@ def check_fits(case: Candidate, *, evaluates: bool = False) -> None:
     if evaluates:
         check_weights_fit(case)
         return
+    if not case.fits_host:
+        raise_host_misfit(case)
     most = case.peak
     if most.total <= case.memory_budget:
         return
@@ -61,6 +64,19 @@ def check_fits(case: Candidate, *, evaluates: bool = False) -> None:
         f"preflight.device_memory: {where} needs {as_size(most.total)} and has {as_size(case.device.memory)} "
         f"({case.device.name}); the largest part is {part} ({as_size(most.parts[part])}). "
         + (f"What fits, the cheapest first: {remedies}; or set {REALLY}." if remedies else NOTHING)
+    )
+
+
+def raise_host_misfit(case: Candidate) -> NoReturn:
+    """Raise ConfigError because the ranks of this machine offload more state than it has memory."""
+    keys = ("cpu_offload", "optimizer_cpu_offload", "activation_offloading")
+    set_here = (f"parallelism.{key}" for key in keys if getattr(case.layout, key, False))
+    option = next(set_here, "hook")  # one that averages the weights
+    remedies, ranks = describe_fixes(case), min(case.world_size, case.device.per_node)
+    raise ConfigError(
+        f"{option}: {ranks} rank(s) of this machine keep {as_size(case.host_memory)} in its memory, "
+        f"which has {as_size(case.device.host or 0)}; "
+        + (f"what fits, the cheapest first: {remedies}." if remedies else "use more machines, or leave it out.")
     )
 
 

@@ -28,7 +28,7 @@ from components.preflight.estimates.step_time import (
     step_work,
 )
 from components.preflight.search.candidate import Candidate
-from components.preflight.search.memory_advice import Variation, candidates
+from components.preflight.search.memory_advice import Variation, candidates, check_fits
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
 from tests.distributed.cases import fsdp2, megatron
@@ -319,6 +319,20 @@ def test_the_most_rows_that_fit(folder: Path) -> None:
     for bytes_, most in ((totals[4], 4), (totals[4] - 1, 2), (1, 1), (2**60, 8)):
         limited = replace(wide, device=replace(wide.device, memory=bytes_, certain=True))
         assert limited.with_largest_microbatch().micro_batch_size == most
+
+
+def test_offloaded_state_must_fit_the_machine(folder: Path) -> None:
+    """All ranks of a machine share its memory; those of other machines do not."""
+    layout = fsdp2(8, cpu_offload=True)
+    offloads = replace(case(folder, "run.global_batch_size=16"), layout=layout, world_size=8, device=DEVICE)
+    (rank,) = offloads.memory
+    needed = 8 * sum(rank.host.values())
+    assert offloads.host_memory == needed > 0
+    check_fits(replace(offloads, device=replace(DEVICE, host=needed)))
+    little = replace(DEVICE, host=needed - 1)
+    with pytest.raises(ConfigError, match=r"parallelism.cpu_offload: 8 rank\(s\) .* what fits, the cheapest"):
+        check_fits(replace(offloads, device=little))
+    assert replace(offloads, device=replace(little, per_node=4)).fits()
 
 
 def test_ranks_share_a_machine() -> None:
