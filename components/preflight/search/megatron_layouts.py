@@ -36,14 +36,18 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     """Estimate the communication and the pipeline bubble of a step.
 
     With p stages of v chunks each and m micro-batches, a stage is idle for ``p - 1`` of ``m v + p - 1`` time
-    slots (Narayanan et al., 2021, section 2.2).
+    slots (Narayanan et al., 2021, section 2.2). If v > 1, micro-batches of padding are added up to a multiple
+    of p, which are communicated like others, and whose time slots count as idle.
     """
     tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, step.world_size // layout.model_ranks
     itemsize = step.dtype.itemsize
     sent = [*gradient_bytes(layout, size, dp * cp, step)]
     if step.whole_weights:
         sent += (v for v in whole_updates(layout, size, dp * cp, itemsize) if v.num_bytes)
-    own, how = step.tokens / cp, layout.activation_checkpointing
+    number = step.num_microbatches
+    done = -(-number // pp) * pp if layout.vpp > 1 else number
+    tokens = step.tokens * done / number
+    own, how = tokens / cp, layout.activation_checkpointing
     chunks = layers_of_chunks(layout, size.layers)
     recomputed = recomputed_share(how, layout.recompute_num_layers, chunks)
     modules = recomputed_modules(how, layout.recompute_modules)
@@ -53,7 +57,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     stage = ModelSize(**vars(size) | layers)
     if cp > 1:
         exchange = ulysses_volume if layout.cp_comm_type == "a2a" else key_value_volume
-        sent.append(exchange(stage, cp, tp, step.tokens, itemsize, passes=passes))
+        sent.append(exchange(stage, cp, tp, tokens, itemsize, passes=passes))
     if tp > 1:
         hidden = own * size.hidden * itemsize
         # With sequence parallelism, gradients of weights need the gathered inputs again.
@@ -88,8 +92,9 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     if layout.optimizer_cpu_offload:
         trained = size.trained / (tp * pp)
         sent.append(CommVolume("host", trained * (FP32 + itemsize) / (dp * cp), when="at_end"))
-    turns = step.num_microbatches * layout.vpp + pp - 1
-    return StepCost(sent, (pp - 1) / turns, recomputed, dict.fromkeys(modules, 1.0))
+    turns = done * layout.vpp + pp - 1
+    idle = 1 - number * layout.vpp / turns
+    return StepCost(sent, idle, recomputed, dict.fromkeys(modules, 1.0))
 
 
 def gradient_bytes(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> Iterator[CommVolume]:

@@ -230,6 +230,10 @@ def test_the_bubble_of_a_pipeline() -> None:
     assert plain.bubble == pytest.approx(3 / 15)
     chunked = comm_cost(megatron(pp=4, vpp=2), SIZE, step)
     assert chunked.bubble == pytest.approx(3 / 27)
+    # Nine micro-batches are filled up to twelve, which are also sent.
+    filled = comm_cost(megatron(pp=4, vpp=2), SIZE, replace(step, num_microbatches=9))
+    assert filled.bubble == pytest.approx(1 - 18 / 27)
+    assert filled.volumes[1].num_bytes == pytest.approx(chunked.volumes[1].num_bytes * 12 / 9)
 
 
 def test_a_link_is_chosen_by_the_ranks_it_joins() -> None:
