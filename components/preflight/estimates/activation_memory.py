@@ -7,9 +7,10 @@ key-value width K and MLP width I:
     norms of the hidden state   the tensors that each saves (``BlockActivations.norm``), and the 2H inputs of
                                 the matrices after two of them
     norms of heads              the same for Q and K, if the architecture has them
-    attention                   its inputs, Q + 2K, or 3Q in fp32 on a GPU; its result, Q; logsumexp; and Q
-                                again, the input of the output projection, unless one kernel computes all
-                                sequences
+    attention                   its inputs, Q + 2K, or 3Q on a GPU without the kernel that computes all
+                                sequences of a row (in fp32, in padded rows, or with dropout); its result, Q;
+                                logsumexp; and Q again, the input of the output projection, unless one call
+                                computes all sequences. Without this kernel, a window needs a mask
     latent attention            for the L latent channels of queries, keys and values: the tensors of their
                                 norms, and L inputs of the next matrix. If one kernel computes all sequences,
                                 it saves values and results that are padded to the width of keys
@@ -52,6 +53,10 @@ class RunShape:
     """Modules of every block that are recomputed if ``recompute`` is ``selective``."""
     tiled_norms: bool = False
     """Whether norms are computed in tiles: they save their input itself, and write only results to memory."""
+    packed: bool = True
+    """Whether the sequences of a micro-batch are in one row. Otherwise, each is a row that is padded."""
+    drops_weights: bool = False
+    """Whether attention has dropout."""
 
     @property
     def size(self) -> int:
@@ -61,7 +66,13 @@ class RunShape:
     @property
     def has_kernel(self) -> bool:
         """Whether one kernel computes all sequences of a packed row, instead of one call per sequence."""
-        return self.device == "cuda" and self.dtype != torch.float32
+        half = self.device == "cuda" and self.dtype != torch.float32
+        return half and self.packed and not self.drops_weights
+
+    @property
+    def computes_rows_at_once(self) -> bool:
+        """Whether FSDP2 computes attention in one call, so that its result is not put together from parts."""
+        return self.has_kernel or (self.device != "cpu" and not self.packed)
 
     @property
     def repeats_heads(self) -> bool:
@@ -113,8 +124,9 @@ class BlockActivations:
     """Total width of the queries, keys and values that attention saves."""
     result: int
     """Width of the result of attention."""
-    padded: int
-    """Total width of values and results that attention pads to the width of keys."""
+    copied: int
+    """Width of results that attention saves and then copies; or total width of values and results that it
+    pads to the width of keys."""
     heads: int
     mlp: MlpActivations
     latent: int
@@ -146,8 +158,7 @@ class BlockActivations:
 
     def attention(self, tokens: int) -> int:
         """Return the bytes that attention saves besides its inputs, unless it is recomputed."""
-        result = self.padded if self.run.has_kernel else self.result
-        return tokens * (result * self.run.size + self.heads * FP32) + self.masks
+        return tokens * (self.copied * self.run.size + self.heads * FP32) + self.masks
 
     def full_attention(self, tokens: int) -> int:
         """Return the bytes saved without recomputation."""
@@ -239,14 +250,16 @@ def mask_bytes(longest: int, run: RunShape, config: PreTrainedConfig) -> int:
     """Return the bytes of the masks of a row of ``longest`` tokens, of which torch's CPU kernel gets views.
 
     This is an upper bound if the row is one sequence, or if there is a window. A row of several sequences has
-    as many masks, which together are as wide. Masks of shared prompts are not included.
+    as many masks, which together are as wide. A GPU needs a mask only for a window, and only without the
+    kernel for packed rows. Masks of shared prompts are not included.
     """
     of, window = attention_shape(config), getattr(config.get_text_config(), "sliding_window", None) or longest
     limit = CPU_ROWS[run.size]
     may_be_whole = of.key == of.value and not getattr(config, "attention_dropout", 0)
     cut = longest > limit and not (may_be_whole and limit >= CPU_WHOLE[run.size])
-    masked = run.device == "cpu" and (cut or window < longest)
-    return min(longest, limit) * longest * run.size if masked else 0
+    if run.device != "cpu":
+        return longest**2 * run.size if window < longest and not run.has_kernel else 0
+    return min(longest, limit) * longest * run.size if cut or window < longest else 0
 
 
 def head_activations(

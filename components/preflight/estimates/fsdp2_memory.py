@@ -34,6 +34,7 @@ from components.preflight.estimates.activation_memory import (
     peak,
 )
 from components.preflight.estimates.model_shape import (
+    attention_dropout,
     dropout_bytes,
     intermediate_size,
     latent_widths,
@@ -142,7 +143,8 @@ def memory(
     """Estimate the peak memory of a rank; FSDP2 has one pipeline stage."""
     how = layout.activation_checkpointing
     modules = recomputed_modules(how, layout.recompute_modules)
-    run = RunShape(step.dtype, step.device, how, modules, step.tiled_norms)
+    drops = attention_dropout(model) > 0
+    run = RunShape(step.dtype, step.device, how, modules, step.tiled_norms, step.packed, drops)
     tokens = step.microbatch.rows * -(-step.microbatch.length // layout.cp)
     linears = float8_linears(model) if step.float8 else {}
     in_float8 = linears if layout.fp8_all_gather else ()
@@ -755,11 +757,11 @@ def block_activations(
         normed_heads=query + key if norms_heads(model) else 0,
         attended=attended,
         result=number * of.value,
-        padded=padded,
+        copied=padded if run.computes_rows_at_once else number * of.value,
         heads=number,
         mlp=mlp_activations(intermediate_size(config) // layout.tp),
         latent=of.latent,
-        masks=workload.rows * mask_bytes(workload.length, run, config),
+        masks=(workload.rows if run.packed else 1) * mask_bytes(workload.length, run, config),
     )
     other, routed = plain, moe_block_numbers(model)
     if routed:

@@ -31,6 +31,7 @@ from components.preflight.estimates.activation_memory import (
     peak,
 )
 from components.preflight.estimates.model_shape import (
+    attention_dropout,
     dropout_bytes,
     latent_widths,
     moe_block_numbers,
@@ -47,7 +48,9 @@ def memory(
 ) -> list[RankMemory]:
     """Estimate the peak memory of a rank of each pipeline stage."""
     how = layout.activation_checkpointing
-    run = RunShape(step.dtype, step.device, how, recomputed_modules(how, layout.recompute_modules))
+    modules, drops = recomputed_modules(how, layout.recompute_modules), attention_dropout(model) > 0
+    packed = step.packed or step.microbatch.rows == 1  # one padded row is computed as a packed one
+    run = RunShape(step.dtype, step.device, how, modules, packed=packed, drops_weights=drops)
     blocks = block_activations(model, layout, run, step.microbatch, step.adapter)
     shards, whole = OptimizerShards.of(layout, step.world_size), updates_whole_weights(optimizer)
     sharing = shards.plain * layout.tp, shards.experts * layout.etp
@@ -490,11 +493,11 @@ def block_activations(
         normed_heads=query + key if normed else 0,
         attended=attends + 4 * rotated,
         result=number * of.value,
-        padded=padded,
+        copied=padded if run.has_kernel else number * of.value,
         heads=number,
         mlp=mlp_activations(config.intermediate_size // tp, kept),
         latent=of.latent,
-        masks=workload.rows * masks_of_a_row(layout, workload.length, run, config),
+        masks=(workload.rows if run.packed else 1) * masks_of_a_row(layout, workload.length, run, config),
     )
     other, routed = plain, moe_block_numbers(model)
     if routed:

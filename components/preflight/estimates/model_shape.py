@@ -38,6 +38,10 @@ def norms_heads(model: PreTrainedModel) -> bool:
     return any(name in OF_HEADS for name in norms_of_a_block(model))
 
 
+def attention_dropout(model: PreTrainedModel) -> float:
+    return float(getattr(model.config.get_text_config(), "attention_dropout", 0.0) or 0.0)
+
+
 def latent_widths(
     config: PreTrainedConfig, run: RunShape, heads: int, *, copies_values: bool
 ) -> tuple[int, int]:

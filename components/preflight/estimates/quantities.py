@@ -47,6 +47,8 @@ class MemoryInputs:
     """Number of fp32 copies of the trained weights that hooks keep."""
     tiled_norms: bool = False
     """Whether FSDP2 computes norms in tiles, whose temporary tensors are small."""
+    packed: bool = True
+    """Whether the sequences of a micro-batch are in one row."""
 
 
 @dataclass(frozen=True)

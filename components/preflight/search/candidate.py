@@ -91,6 +91,7 @@ class Candidate:
             weight_copies=self.weight_copies,
             tiled_norms=kind == "cpu"
             and choose_kernels(self.kernels, self.model, kind, compiled=self.compiled) == "tiled",
+            packed=self.data.packing != "none",
         )
         return memory(self.layout, self.model, self.optimizer, step)
 

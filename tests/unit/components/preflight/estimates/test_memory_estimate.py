@@ -1,5 +1,6 @@
 """Memory estimates are compared with the model's parameters and each other; nothing is built or run."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -210,6 +211,31 @@ def test_masks_of_a_packed_row_are_at_most_those_that_are_estimated() -> None:
     config = MistralConfig(hidden_size=16, num_attention_heads=2, sliding_window=None)
     shape = RunShape(torch.float32, "cpu", "none")
     assert mask_bytes(1024, shape, config) == 2 * mask_bytes(512, shape, config) > 0
+
+
+def test_attention_without_the_kernel_for_packed_rows_saves_more() -> None:
+    """In padded rows and with dropout, every head of queries has keys of its own, and a window is a mask."""
+    model = ("model=qwen3_0_6b", "parallelism.activation_checkpointing=none")
+    dropout = "+model.architecture.attention_dropout=0.1"
+    config = MistralConfig(sliding_window=100)
+    masks = [
+        mask_bytes(512, RunShape(torch.bfloat16, "cuda", "none", packed=on), config) for on in (True, False)
+    ]
+    assert masks == [0, 512 * 512 * 2]
+    for engine in ("fsdp2", "megatron"):
+        sizes = [
+            estimate(*model, f"parallelism={engine}", *more, **options)[0].parts["activations"]
+            for more, options in (((), {}), ((), {"packed": False}), ((dropout,), {}))
+        ]
+        # One padded row of Megatron is computed as a packed one.
+        assert sizes[0] == sizes[1] if engine == "megatron" else sizes[0] < sizes[1]
+        assert sizes[0] < sizes[2]
+        two = replace(WORKLOAD, rows=2)
+        packed, padded = (
+            estimate(*model, f"parallelism={engine}", microbatch=two, packed=on)[0].total
+            for on in (True, False)
+        )
+        assert packed < padded
 
 
 def test_averages_of_weights_are_where_the_engine_keeps_its_weights() -> None:
