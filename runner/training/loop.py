@@ -120,12 +120,13 @@ def wants_trial_step(t: TrainContext) -> bool:
     return wanted and not t.run.evaluate_only and t.state.step < t.train_data.num_steps
 
 
-def take_trial_step(t: TrainContext) -> int | None:
+def take_trial_step(t: TrainContext, num_stages: int = 1) -> int | None:
     """Run forward and backward on the largest micro-batch of the run, and return the ``peak_memory``.
 
     A run that needs too much memory fails here, in its first seconds, because the optimizer already has its
     state. The gradients are discarded; weights, optimizer and random state are unchanged afterwards. A
-    neighbouring micro-batch of the same step is included, because accumulated gradients also need memory.
+    neighbouring micro-batch of the same step is included, because accumulated gradients also need memory. In
+    a pipeline, as many are included as a stage may hold at the same time: two for each of ``num_stages``.
 
     Raises:
         TrialOutOfMemory: if the step runs out of memory.
@@ -138,8 +139,9 @@ def take_trial_step(t: TrainContext) -> int | None:
         t.engine.allocated_optimizer_state(),
     ):
         batches = t.train_data.microbatches(step)
-        first = max(min(index, len(batches) - 2), 0)
-        microbatches = t.loss.prepare(batches[first : first + 2], t.engine)
+        number = 2 * num_stages
+        first = max(min(index, len(batches) - number), 0)
+        microbatches = t.loss.prepare(batches[first : first + number], t.engine)
         t.engine.begin_train_step(microbatches, t.loss)
         t.engine.train_microbatches(microbatches, t.loss, last=True)
         t.engine.abort_train_step()

@@ -179,7 +179,8 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
 
 def with_trial_step(training: TrainContext, record: RunRecord) -> RunRecord:
     """Take the trial step, if the run has one, and return ``record`` with the measured peak memory."""
-    peak = take_trial_step(training) if wants_trial_step(training) else None
+    num_stages = record.engine_facts.get("mesh", {}).get("dims", {}).get("pp", 1)
+    peak = take_trial_step(training, num_stages) if wants_trial_step(training) else None
     return replace(record, peak_memory=replace(record.peak_memory, trial_step=peak))
 
 

@@ -118,6 +118,24 @@ def test_the_optimizer_has_its_state_in_the_trial(tmp_path: Path) -> None:
     assert states == [0]
 
 
+def test_as_many_micro_batches_as_a_pipeline_holds(tmp_path: Path) -> None:
+    describe, train, sizes = FSDP2Engine.describe, FSDP2Engine.train_microbatches, []
+
+    def recorded(engine: FSDP2Engine, batches: Sequence[Batch], loss: Loss, *, last: bool = False) -> None:
+        sizes.append(len(batches))
+        train(engine, batches, loss, last=last)
+
+    chosen = ("run.trial_step=true", "run.micro_batch_size=1", "run.global_batch_size=8", "run.max_steps=1")
+    with (
+        mock.patch.object(
+            FSDP2Engine, "describe", lambda engine: describe(engine) | {"mesh": {"dims": {"pp": 3}}}
+        ),
+        mock.patch.object(FSDP2Engine, "train_microbatches", recorded),
+    ):
+        run_here(tmp_path, *SMALL, *chosen)
+    assert sizes == [6, 8]
+
+
 @pytest.mark.parametrize("packing", ["bfd", "none"])
 def test_the_largest_microbatch(packing: str, tmp_path: Path) -> None:
     """No micro-batch of the first epoch has more tokens than the one that is tried."""
