@@ -23,7 +23,7 @@ from components.models.attention_shape import attention_shape
 from components.models.scalar_head import has_scalar_head, output_head, ties_embedding
 from components.optimizers.muon import HEADS, Muon
 from components.preflight.engine_layouts import EngineLayout
-from components.preflight.estimates.data_sheets import WITHOUT_FLOAT8
+from components.preflight.estimates.data_sheets import GPUS
 from components.preflight.estimates.device_specs import PROGRAM, machine_memory
 from components.yaml_text import parse_yaml
 
@@ -33,7 +33,9 @@ FIRST_LENGTH = "original_max_position_embeddings"
 """Config key of longrope: the length up to which all sequences have the same frequencies."""
 
 
-def check_modes(mode: str, devices: int | None, device_name: str | None, *, joined: bool) -> None:
+def check_modes(
+    mode: str, devices: int | None, device_name: str | None, *, joined: bool, evaluates: bool = False
+) -> None:
     """Raise ConfigError if ``preflight.mode`` does not fit the other keys of preflight or the launcher."""
     if devices is not None and mode != "plan":
         raise ConfigError(
@@ -44,6 +46,11 @@ def check_modes(mode: str, devices: int | None, device_name: str | None, *, join
         raise ConfigError(
             f"preflight.device_name: is {device_name}, but this run uses the device of this machine; leave "
             "it out, or set preflight.mode=only, plan or rehearse."
+        )
+    if evaluates and mode in ("plan", "rehearse", "prove"):
+        raise ConfigError(
+            f"preflight.mode: is {mode}, which is about train steps, but run.evaluate_only takes none; use "
+            "preflight.mode=only, or run.evaluate_only=false."
         )
     if joined and mode != "check":
         raise ConfigError(
@@ -108,8 +115,10 @@ def check_float8(device: str, name: str | None, layout: ParallelismSpec) -> None
     if device not in ("cpu", "cuda"):
         raise ConfigError("run.dtype: fp8 is for NVIDIA GPUs and the CPU; use run.dtype=bf16.")
     needed = RECIPES[layout.fp8_recipe].capability if isinstance(layout, Megatron) else (8, 9)
-    lacks = device == "cuda" and name is None and torch.cuda.get_device_capability() < needed
-    if name in WITHOUT_FLOAT8 or lacks:
+    has = needed
+    if device == "cuda" and (name is None or name in GPUS):  # other names are refused with a list of them
+        has = torch.cuda.get_device_capability() if name is None else GPUS[name].capability
+    if has < needed:
         least, where = ".".join(map(str, needed)), name or torch.cuda.get_device_name()
         other = "another parallelism.fp8_recipe, or " if needed > (8, 9) else ""
         raise ConfigError(
@@ -223,7 +232,10 @@ def check_head_dim(optimizer: object, model: PreTrainedModel, *, adapted: bool) 
     if not isinstance(optimizer, Muon) or optimizer.head_dim is None:
         return
     shape = attention_shape(model.config)
-    named = any(name.endswith(HEADS) for name, _ in model.named_parameters())
+    named = any(
+        name.endswith(HEADS) and weight.requires_grad and optimizer.orthogonalises(name, weight.ndim)
+        for name, weight in model.named_parameters()
+    )
     if adapted or shape.latent or not named:
         raise ConfigError(
             f"optimizer.head_dim: no trained matrix has heads as its rows ({', '.join(HEADS)}); use null."

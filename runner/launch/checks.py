@@ -28,8 +28,9 @@ from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.loggers import terminal
+from components.optimizers import Optimizer
 from components.preflight import checks
-from components.preflight.engine_layouts import known_parts
+from components.preflight.engine_layouts import EngineLayout, known_parts
 from components.preflight.estimates.device_specs import find_device
 from components.preflight.eval_metrics import check_watched_metric, check_watched_set
 from components.preflight.search.candidate import Candidate
@@ -139,17 +140,26 @@ class RunPreparation:
             experiment.model.weights(run.seed)  # only opened: a missing file is found before a rank starts
         if self.reference.is_separate_model:
             with about_reference():
-                self.check_layout(self.reference.model.meta_model)
+                self.check_layout(self.reference.model.meta_model, trains=False)
             self.reference.check(model, experiment.model.load_tokenizer())
         return model
 
-    def check_layout(self, model: nn.Module, adapter: AdapterConfig | None = None) -> None:
-        """Raise ConfigError if the engine cannot run ``model`` (on the meta device) in this layout."""
+    def check_layout(
+        self, model: nn.Module, adapter: AdapterConfig | None = None, *, trains: bool = True
+    ) -> None:
+        """Raise ConfigError if the engine cannot run ``model`` (on the meta device) in this layout.
+
+        Unless it ``trains`` the model, groups of weights and recomputed layers need not be in it.
+        """
         experiment = self.experiment
         if experiment.preflight.mode == "plan":
             return
+        layout, optimizer = experiment.parallelism, experiment.optimizer
+        if not trains and isinstance(layout, EngineLayout) and isinstance(optimizer, Optimizer):
+            layout = replace(layout, recompute_num_layers=None, recompute_modules=None)
+            optimizer = replace(optimizer, groups=())
         options = engine_options(experiment, self.device, adapter=adapter)
-        experiment.parallelism.check(model, experiment.optimizer, options, world_size=self.world_size)
+        layout.check(model, optimizer, options, world_size=self.world_size)
 
     def identity(self, model: nn.Module, data: Prepared) -> RunIdentity:
         run, reference = self.experiment.run, self.reference.describe_init
@@ -361,7 +371,8 @@ def check_launch(
         checks.check_evaluated_reference(reference.choice, other=is_other)
     check_place(os.environ)
     place = RankInfo.read()
-    checks.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=place.launched)
+    evaluates, joined = run.evaluate_only, place.launched
+    checks.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=joined, evaluates=evaluates)
     checks.check_forecast(ahead.mode, experiment.parallelism, run.dtype)
     device = "cpu" if ahead.mode == "prove" else checks.resolve_device(run.device, ahead.device_name)
     gpus = 0 if device == "cpu" else torch.accelerator.device_count()

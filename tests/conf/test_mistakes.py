@@ -122,6 +122,18 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["optimizer=muon", "optimizer.head_dim=64", "adapter=lora"],
         ["optimizer.head_dim", "use null"],
     ),
+    "rows of a head for AdamW": (
+        ["optimizer=muon", "optimizer.head_dim=32", "optimizer.adamw_for=[*_proj.weight]"],
+        ["optimizer.head_dim", "use null"],
+    ),
+    "rows of a frozen head": (
+        ["optimizer=muon", "optimizer.head_dim=32", "model.freeze=[*self_attn*]"],
+        ["optimizer.head_dim", "use null"],
+    ),
+    "rehearsal of an evaluation": (
+        ["run.evaluate_only=true", "preflight.mode=rehearse"],
+        ["preflight.mode: is rehearse", "run.evaluate_only", "preflight.mode=only"],
+    ),
     "several values without a sweep": (
         ["optimizer.lr=1e-3,1e-4"],
         ["optimizer.lr=1e-3,1e-4 (", "use -m for a sweep of them, or optimizer.lr=[1e-3,1e-4] if it"],

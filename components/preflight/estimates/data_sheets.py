@@ -34,5 +34,3 @@ GPUS = {
     "RTX A6000": DataSheet(48, 32e9, 155e12, 38.7e12, (8, 6)),
 }
 LONGEST_FIRST = sorted(GPUS, key=len, reverse=True)
-WITHOUT_FLOAT8 = {name for name, gpu in GPUS.items() if gpu.capability < (8, 9)}
-"""GPUs that cannot multiply matrices in float8."""

@@ -76,7 +76,11 @@ def raise_host_misfit(case: Candidate) -> NoReturn:
     raise ConfigError(
         f"{option}: {ranks} rank(s) of this machine keep {as_size(case.host_memory)} in its memory, "
         f"which has {as_size(case.device.host or 0)}; "
-        + (f"what fits, the cheapest first: {remedies}." if remedies else "use more machines, or leave it out.")
+        + (
+            f"what fits, the cheapest first: {remedies}."
+            if remedies
+            else "use more machines, or leave it out."
+        )
     )
 
 

@@ -325,6 +325,20 @@ def test_the_most_rows_that_fit(folder: Path) -> None:
         assert limited.with_largest_microbatch().micro_batch_size == most
 
 
+def test_a_reference_is_not_checked_like_a_trained_model() -> None:
+    """It may have fewer layers than are recomputed, and none of the weights of the optimizer's groups."""
+    layout = ["parallelism.activation_checkpointing=full", "parallelism.recompute_num_layers=2"]
+    groups = ["optimizer.groups=[{match: '*.lora_B.*', lr: 1e-3}]", "adapter=lora"]
+    launch = check_launch(composed([*SMALL, *layout, *groups, "run.name=x"]), ConfigSources(), ())
+    model = launch.experiment.model
+    small = replace(model, architecture={**model.architecture, "num_hidden_layers": 1}).meta_model
+    launch.check_layout(small, trains=False)
+    for keys in (layout, groups[:1]):
+        launch = check_launch(composed([*SMALL, *keys, "run.name=x"]), ConfigSources(), ())
+        with pytest.raises(ConfigError):
+            launch.check_layout(small)
+
+
 def test_offloaded_state_must_fit_the_machine(folder: Path) -> None:
     """All ranks of a machine share its memory; those of other machines do not."""
     layout = fsdp2(8, cpu_offload=True)

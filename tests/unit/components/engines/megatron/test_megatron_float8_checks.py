@@ -55,6 +55,9 @@ def test_the_gpu_needs_products_of_the_recipe() -> None:
     check_float8("cuda", "B200", Megatron(fp8_recipe="mxfp8"))
     with pytest.raises(ConfigError, match=r"capability 10\.0 or above here .* which NVIDIA H100 is not"):
         check_float8("cuda", None, Megatron(fp8_recipe="mxfp8"))
+    for name, recipe in (("H100", "mxfp8"), ("L40S", "blockwise"), ("A100", "tensorwise")):
+        with pytest.raises(ConfigError, match=rf"which {name} is not"):
+            check_float8("cuda", name, Megatron(fp8_recipe=recipe))
 
 
 def test_without_transformer_engine_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
