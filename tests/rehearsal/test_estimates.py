@@ -95,6 +95,7 @@ SPLIT_MATRICES = [
     "parallelism.sequence_parallel=true",
     "run.global_batch_size=16",
 ]
+TO_CAPACITY = ["parallelism.capacity_factor=2.0", "parallelism.moe_pad_to_capacity=true"]
 LARGE = {
     "1b": [*OF_1B, "parallelism=single"],
     "1b replicas in one group": [
@@ -232,6 +233,7 @@ LARGE = {
         "parallelism.reshard_after_forward=false",
     ],
     "experts with megatron": [*EXPERTS, "parallelism=megatron", *EP8],
+    "experts with megatron, padded": [*EXPERTS, "parallelism=megatron", *EP8, *TO_CAPACITY],
     "experts with megatron, gathered": [
         *EXPERTS,
         "parallelism=megatron",
@@ -360,6 +362,12 @@ MUON = {
     "megatron dp2": (["dp"], ["parallelism=megatron_dp2", "parallelism.distributed_optimizer=true"]),
 }
 ONE_LAYER = ["model=llama3_1b", "model.architecture.num_hidden_layers=1", "data.max_length=2048"]
+FOUR_RANKS_OF_EXPERTS = [
+    "model=moe_tiny",
+    "data.max_length=2048",
+    *("parallelism=megatron", "parallelism.dp=4", "parallelism.ep=4"),
+    *("run.global_batch_size=4", "run.micro_batch_size=1"),
+]
 SPLIT_EXPERTS = [
     "model=moe_tiny",
     "data.max_length=2048",
@@ -409,6 +417,10 @@ OTHER_TRAFFIC = {
         ["cp", "dp"],
         [*ONE_LAYER, *SPLIT_ROWS, "parallelism.cp_comm_type=all_gather"],
     ),
+    "gathered keys of recomputed attention": (
+        ["cp"],
+        [*ONE_LAYER, *SPLIT_ROWS, "parallelism.cp_comm_type=all_gather", SELECTIVE],
+    ),
     "exchanged heads of megatron": (["cp"], [*ONE_LAYER, *SPLIT_ROWS, "parallelism.cp_comm_type=a2a"]),
     "repeated heads": (["cp"], [*ONE_LAYER, "parallelism=fsdp2", "parallelism.dp=2", "parallelism.cp=16"]),
     "experts of fsdp2": (
@@ -428,6 +440,11 @@ OTHER_TRAFFIC = {
             "run.micro_batch_size=1",
         ],
     ),
+    "gathered tokens of megatron": (
+        ["dp, ep"],
+        [*FOUR_RANKS_OF_EXPERTS, "parallelism.moe_token_dispatcher=allgather"],
+    ),
+    "padded experts of megatron": (["dp, ep"], [*FOUR_RANKS_OF_EXPERTS, *TO_CAPACITY]),
     "modules with experts of fsdp2": (
         ["dp_shard, ep"],
         [

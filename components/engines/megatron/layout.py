@@ -90,6 +90,11 @@ class Layout:
     transformer_config: Config | None = field(default=None, hash=False)
     """Further fields of Megatron's ``TransformerConfig``, which no other key sets."""
 
+    @property
+    def padding_factor(self) -> float:
+        """The number of tokens of an expert, with ``moe_pad_to_capacity``, as a multiple of the mean."""
+        return self.capacity_factor or 1.0 if self.moe_pad_to_capacity else 1.0
+
     def gathers_during_forward(self, *, whole_updates: bool) -> bool:
         """Return whether updated weights are gathered during the next forward pass.
 

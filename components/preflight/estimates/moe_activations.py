@@ -6,7 +6,7 @@ functions below list the tensors at each moment that can be the peak. H is the h
 this rank's part of an expert, and the load is balanced.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -25,8 +25,8 @@ class Experts:
     """Sizes of the MoE blocks of a model."""
 
     number: int
-    chosen: int
-    """Number of experts per token."""
+    chosen: float
+    """Number of experts per token, with padding as a fraction."""
     hidden: int
     inner: int
     """Width of an expert."""
@@ -120,6 +120,7 @@ def megatron_moe(model: PreTrainedModel, layout: Layout, run: RunShape, *, group
     ``grouped`` is whether the matrices of all experts of a rank are one parameter.
     """
     of, tp = Experts.of(model), layout.tp
+    of = replace(of, chosen=of.chosen * layout.padding_factor)
     fp32 = FP32 / run.size
     exchange = (exchange_all if layout.moe_token_dispatcher == "allgather" else exchange_chosen)(
         of, layout, run

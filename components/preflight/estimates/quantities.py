@@ -152,3 +152,5 @@ class StepCost:
     """Share of the blocks that the backward pass recomputes as a whole."""
     recomputed_modules: Mapping[str, float]
     """For each module that the backward pass recomputes in all blocks, the share of its FLOPs."""
+    padding: float = 0.0
+    """FLOPs of padded tokens in MoE layers, divided by those of other tokens."""

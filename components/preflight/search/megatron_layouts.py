@@ -1,6 +1,7 @@
 """Megatron layouts for the forecast: communication costs, changes that save memory, enumeration."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import gcd
 
 from components.contracts.json_types import Config, Json
@@ -57,7 +58,8 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     stage = ModelSize(**vars(size) | layers)
     if cp > 1:
         exchange = ulysses_volume if layout.cp_comm_type == "a2a" else key_value_volume
-        sent.append(exchange(stage, cp, tp, tokens, itemsize, passes=passes))
+        attended = passes + ("core_attn" in modules)
+        sent.append(exchange(stage, cp, tp, tokens, itemsize, passes=attended))
     if tp > 1:
         hidden = own * size.hidden * itemsize
         # With sequence parallelism, gradients of weights need the gathered inputs again.
@@ -76,13 +78,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
                 repeated_mlps=dense * ("mlp" in modules) + shared * ("moe" in modules),
             )
         )
-    if layout.ep > 1:
-        # Each tp rank sends its part of the shared tokens, and etp ranks gather the parts again.
-        span = layout.ep * layout.etp
-        sent.append(token_dispatch_volume(stage, layout.ep, own / tp, itemsize, passes=exchanges, span=span))
-    if layout.etp > 1:
-        gathered = own * layout.etp / tp
-        sent.append(expert_gather_volume(stage, layout.etp, gathered, itemsize, passes=exchanges))
+    sent += expert_volumes(layout, stage, own / tp, itemsize, exchanges)
     if pp > 1:
         width = size.hidden / (tp if layout.sequence_parallel else 1)
         states = (2 + step.forward_passes) * layout.vpp * own * width * itemsize
@@ -94,7 +90,31 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
         sent.append(CommVolume("host", trained * (FP32 + itemsize) / (dp * cp), when="at_end"))
     turns = done * layout.vpp + pp - 1
     idle = 1 - number * layout.vpp / turns
-    return StepCost(sent, idle, recomputed, dict.fromkeys(modules, 1.0))
+    padding = layout.padding_factor - 1
+    return StepCost(sent, idle, recomputed, dict.fromkeys(modules, 1.0), padding)
+
+
+def expert_volumes(
+    layout: Layout, stage: ModelSize, tokens: float, itemsize: int, passes: float
+) -> Iterator[CommVolume]:
+    """Estimate the exchange of tokens in the MoE layers of a stage; each rank has ``tokens`` of its own.
+
+    With the all-to-all, each tp rank sends its part of the shared tokens to the experts, and etp ranks gather
+    the parts again. With the all-gather, the ep x etp ranks have all of their tokens, each one once.
+    """
+    ep, etp, span = layout.ep, layout.etp, layout.ep * layout.etp
+    if span == 1:
+        return
+    if layout.moe_token_dispatcher == "allgather":
+        whole = replace(stage, top_k=1)
+        volume = expert_gather_volume(whole, span, tokens * span, itemsize, passes=passes)
+        yield replace(volume, dimension="ep" if ep > 1 else "etp")
+        return
+    copies = tokens * layout.padding_factor
+    if ep > 1:
+        yield token_dispatch_volume(stage, ep, copies, itemsize, passes=passes, span=span)
+    if etp > 1:
+        yield expert_gather_volume(stage, etp, copies * etp, itemsize, passes=passes)
 
 
 def gradient_bytes(layout: Layout, size: ModelSize, ranks: int, step: CommInputs) -> Iterator[CommVolume]:

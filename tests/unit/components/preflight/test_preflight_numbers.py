@@ -220,6 +220,8 @@ def test_what_megatron_sends() -> None:
     assert sent(again, 2)["tp"] == (6 * 10 + 2) * 0.5 * 512 * 64 * 2
     # Keys and values of all other ranks' positions are received, and their gradients are sent back.
     assert sent(megatron(cp=2), 2)["cp"] == 2 * 6 * 0.5 * 2 * 512 * 32 * 2
+    recomputed = megatron(cp=2, activation_checkpointing="selective")
+    assert sent(recomputed, 2)["cp"] == 1.5 * sent(megatron(cp=2), 2)["cp"]
     traded = megatron(cp=2, cp_comm_type="a2a")
     assert sent(traded, 2)["cp"] == sent(fsdp2(1, cp=2), 2)["cp"]
 

@@ -224,6 +224,16 @@ def test_tokens_go_to_their_experts_and_back() -> None:
     assert sent(megatron(dp=2, tp=2, ep=2, sequence_parallel=True), 4)["ep"] == 4 * 4 * copies / 2 / 2
 
 
+def test_gathered_tokens_and_padding_are_sent_too() -> None:
+    """The all-gather sends whole tokens in bf16 and gets results in fp32, for each copy once."""
+    gathered = megatron(dp=4, ep=4, moe_token_dispatcher="allgather")
+    assert sent(gathered, 4)["ep"] == 2 * 4 * (3 / 4 * 4 * 512 * 64) * (2 + 4)
+    padded = megatron(dp=4, ep=4, capacity_factor=1.5, moe_pad_to_capacity=True)
+    assert sent(padded, 4)["ep"] == 1.5 * sent(megatron(dp=4, ep=4), 4)["ep"]
+    step = CommInputs(4, torch.bfloat16, tokens=512.0, num_microbatches=3)
+    assert comm_cost(padded, SIZE, step).padding == 0.5
+
+
 def test_recomputed_experts_exchange_their_tokens_again() -> None:
     tp2ep2: dict[str, Any] = {"dp": 2, "tp": 2, "ep": 2, "sequence_parallel": True}
     shared = replace(SIZE, has_shared_experts=True)
