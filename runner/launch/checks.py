@@ -28,9 +28,8 @@ from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.loggers import terminal
-from components.optimizers import Optimizer
 from components.preflight import checks
-from components.preflight.engine_layouts import EngineLayout, known_parts
+from components.preflight.engine_layouts import known_parts
 from components.preflight.estimates.device_specs import find_device
 from components.preflight.eval_metrics import check_watched_metric, check_watched_set
 from components.preflight.search.candidate import Candidate
@@ -155,9 +154,9 @@ class RunPreparation:
         if experiment.preflight.mode == "plan":
             return
         layout, optimizer = experiment.parallelism, experiment.optimizer
-        if not trains and isinstance(layout, EngineLayout) and isinstance(optimizer, Optimizer):
-            layout = replace(layout, recompute_num_layers=None, recompute_modules=None)
-            optimizer = replace(optimizer, groups=())
+        if not trains and (parts := known_parts(layout, optimizer, None)) is not None:
+            layout = replace(parts[0], recompute_num_layers=None, recompute_modules=None)
+            optimizer = replace(parts[1], groups=())
         options = engine_options(experiment, self.device, adapter=adapter)
         layout.check(model, optimizer, options, world_size=self.world_size)
 
