@@ -106,12 +106,12 @@ class RecordSource(ABC):
         del options["train_on_prompt"]  # an option of the encoder, too, which counts it
         return [digest([options, self.max_samples, *own]), *self.files(cache)]
 
-    def mtimes_ns(self) -> list[int]:
-        """Return the modification times of the files, in ns, or [] if there are no files.
+    @abstractmethod
+    def version(self) -> list[str]:
+        """Return strings that change with the content, which is not read.
 
         They are part of the cache key of a stream, whose files are not read as a whole.
         """
-        return []
 
     def items(self, kind: SampleKind) -> SourceItems:
         read = self.records()
@@ -181,8 +181,8 @@ class FileSource(RecordSource):
             raise ConfigError(f"{self.path}: cannot be read ({error.strerror}). Check the file.") from error
         return ["".join(path.suffixes[-2:]), *map(" ".join, zip(names, contents, strict=True))]
 
-    def mtimes_ns(self) -> list[int]:
-        return [file.stat().st_mtime_ns for file in matching_files(self.path)]
+    def version(self) -> list[str]:
+        return [str(file.stat().st_mtime_ns) for file in matching_files(self.path)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +199,10 @@ class HubSource(RecordSource):
         return self.dataset.records(streaming=self.streaming)
 
     def files(self, cache: Path) -> list[str]:  # noqa: ARG002
-        if self.streaming:
-            return [str(self.dataset), self.dataset.version()]
-        return [self.dataset.fingerprint()]
+        return [str(self.dataset) if self.streaming else self.dataset.fingerprint()]
+
+    def version(self) -> list[str]:
+        return [self.dataset.version()]
 
 
 def own_options(function: Callable[..., object]) -> list[str]:

@@ -63,7 +63,8 @@ class TorchClass:
     def __post_init__(self) -> None:
         check_at_least_zero("optimizer", self, "lr", "weight_decay", "max_grad_norm")
         check_groups(self.groups, self.lr)
-        if (least := self.options.get("min_8bit_size", 0)) > prod(SHAPE):
+        least = self.options.get("min_8bit_size")
+        if isinstance(least, int) and least > prod(SHAPE):
             raise ConfigError(
                 f"optimizer.min_8bit_size: is {least}, but the state of {self.name} is found in updates of a "
                 f"matrix of {prod(SHAPE)} elements; use at most that."

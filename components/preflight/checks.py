@@ -418,6 +418,14 @@ def warn_of_random_weights(model: ModelConfig, adapter: AdapterConfig | None) ->
         )
 
 
+def warn_of_held_out(fraction: float) -> None:
+    log.warning(
+        "data.eval_fraction=%g: the run holds these samples out and does not evaluate them; "
+        "python -m runner.evaluate does.",
+        fraction,
+    )
+
+
 def warn_of_constant_reference(sync_every: int, num_steps: int) -> None:
     """Warn if the run ends before the reference is first mixed with the trained model."""
     if sync_every > num_steps:

@@ -22,7 +22,7 @@ from runner.commands.arguments import first_line, is_path, trusted_modules
 from runner.config.command_line import hydra_value, long_flags
 from runner.config.sources import is_trusted, name_of
 from runner.records.renamed_keys import with_current_key
-from runner.records.run_dir import read_run_config
+from runner.records.run_dir import MODEL_PATHS, read_run_config
 from runner.records.run_record import RunRecord
 from runner.standard_streams import print_error
 
@@ -166,11 +166,16 @@ def recorded(folder: Path) -> list[str]:
         "checkpoint.allow_mismatch=true",
     ]
     if (run / "config.yaml").is_file():
-        is_demo = (read_run_config(run).get("data") or {}).get("_target_") == _DEMO
+        config = read_run_config(run)
+        is_demo = (config.get("data") or {}).get("_target_") == _DEMO
         if is_demo and "data" not in map(name_of, words):  # an experiment may select data, and did not
             words.append("data=demo")
+        named = {*map(name_of, words)}
+        for group, key in (name.split(".") for name in MODEL_PATHS if name in named):
+            # The run may have begun in another directory.
+            words.append(f"{group}.{key}={hydra_value(config[group].get(key))}")
         # An override or an experiment may name a run, whose newest checkpoint is another one now.
-        initial = read_run_config(run)["checkpoint"].get("init_from")
+        initial = config["checkpoint"].get("init_from")
         if initial is not None:  # it may have been removed since
             found = initial if Path(initial).is_dir() else None
             words.append(f"checkpoint.init_from={hydra_value(found)}")
@@ -193,8 +198,9 @@ def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
                 f"{name_of(word)} (run.json): {word} may name a class that is not of this program, and a "
                 "folder may not; if you know the code, give trust=[MODULE]."
             )
-        is_group = "." not in name_of(word).partition("@")[0]
-        if is_group and _OUTSIDE.search(word.partition("=")[2]) and name_of(word) not in map(name_of, given):
+        option = word.partition("=")[2]  # of a group, or a mapping of values
+        names_file = "." not in name_of(word).partition("@")[0] and not option.startswith("{")
+        if names_file and _OUTSIDE.search(option) and name_of(word) not in map(name_of, given):
             raise ConfigError(
                 f"{name_of(word)} (run.json): {word} may be a file outside of conf/, which may name any "
                 "class; if you know the file, give this option in the command."

@@ -30,6 +30,7 @@ from runner.cli import announce_loading, run_or_answer
 from runner.commands import sampling
 from runner.commands.arguments import Keys, parse_pairs, whole_number
 from runner.distribution import pip_install
+from runner.records.failures import DISK_ERRORS
 
 if TYPE_CHECKING:
     from components.data.tokenize.prompts import Prompt
@@ -111,6 +112,8 @@ def opened(path: str | None) -> Iterator[TextIO]:
         with file:
             yield file
     except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
         raise TrainingError(
             f"output={path}: could not be written ({error.strerror}); free some space, or name another file."
         ) from error

@@ -19,6 +19,7 @@ from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.records.options import RESERVED, RecordOptions
+from components.models.config import has_tokenizer
 from components.models.generate import load_model, use_plain_decoding
 from components.models.scalar_head import SCORE, is_classifier
 from runner.commands.arguments import trusted_modules
@@ -134,13 +135,24 @@ def _naming(folder: Path) -> Iterator[None]:
         raise
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         reason, _, _ = str(error).partition("\n")
-        raise ConfigError(f"checkpoint: cannot load {folder} ({reason}); export it again.") from error
+        remedy = "export it again, or free memory if there is too little"
+        raise ConfigError(f"checkpoint: cannot load {folder} ({reason}); {remedy}.") from error
+
+
+def _tokenizer_of_base(adapter: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return base_of(str(adapter), None, trust_remote_code=trust_remote_code).load_tokenizer()
+    except ConfigError as error:
+        raise ConfigError(
+            f"checkpoint: {adapter} has no tokenizer, and that of its base model cannot be read ({error}) "
+            f"Correct base_model_name_or_path in its {ADAPTER_CONFIG_NAME}, or copy a tokenizer there."
+        ) from error
 
 
 def _load(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     with _naming(folder):
-        if (folder / ADAPTER_CONFIG_NAME).is_file():  # perhaps without a tokenizer of its own
-            tokenizer = base_of(str(folder), None, trust_remote_code=trust_remote_code).load_tokenizer()
+        if (folder / ADAPTER_CONFIG_NAME).is_file() and not has_tokenizer(folder):
+            tokenizer = _tokenizer_of_base(folder, trust_remote_code)
         else:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         model = load_model(folder, trust_remote_code)

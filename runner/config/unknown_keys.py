@@ -130,9 +130,11 @@ def unknown_key(key: str, source: str, known: Iterable[str]) -> ConfigError:
     group, _, name = key.rpartition(".")
     groups = [option.rpartition(".")[0] for option in options if last_name(option) == name]
     misspelt = did_you_mean(key, options) if get_close_matches(group, groups) else None
-    hint = misspelt or counterpart(key) or reason(key, options) or did_you_mean(key, options)
-    if source.startswith("conf/experiment/") and not get_close_matches(name, map(last_name, options)):
+    hint = misspelt or counterpart(key) or reason(key, options)
+    in_experiment = source.startswith("conf/experiment/") and group != ""
+    if hint is None and in_experiment and not get_close_matches(name, map(last_name, options)):
         hint = f"if another option of {group} reads it, choose that one; otherwise, remove it."
+    hint = hint or did_you_mean(key, options)
     if hint.startswith("known: ") and len(options) > MOST_LISTED:
         hint = (
             "`python -m runner --cfg job` prints all keys, and docs/dictionary.md names other tools' options."

@@ -39,7 +39,7 @@ from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import watched_metric
 from runner.config.sources import ConfigSources
 from runner.launch.restart import begun_by_this_job
-from runner.launch.unread_options import check_unread_options
+from runner.launch.unread_options import check_unread_options, may_evaluate
 from runner.logging_setup import log_to
 from runner.records.job_record import SweepJob
 from runner.records.run_dir import create_run_folder, read_run_config, write_config
@@ -109,6 +109,8 @@ class RunPreparation:
             if experiment.preflight.mode == "check" and experiment.checkpoint.init_from is None:
                 checks.warn_of_random_weights(experiment.model, experiment.adapter)
             data = self.prepare_data()
+            if not may_evaluate(experiment) and (fraction := getattr(experiment.data, "eval_fraction", 0.0)):
+                checks.warn_of_held_out(fraction)
             if not run.evaluate_only:
                 checks.warn_of_constant_reference(self.reference.sync_every, data.num_steps)
         if data.streamed:

@@ -1,6 +1,7 @@
 """Second part of a launch: create and fill the folder of a run that passed all checks."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from runner.launch.checks import PreparedRun, RunPreparation, inspect
 from runner.launch.run_lock import locked
 from runner.records.failures import clear_failure_reports
 from runner.records.run_dir import (
+    MODEL_PATHS,
     create_run_folder,
     git_commit,
     read_run_config,
@@ -55,7 +57,7 @@ def prepare(launch: RunPreparation) -> Path:
     if point is not None:
         point.mark_running(folder)
     reference = reference_cache(launch, found.data)
-    write_config(folder, with_recorded_init_from(launch.config, folder))
+    write_config(folder, with_absolute_paths(with_recorded_init_from(launch.config, folder)))
     RunRecord(
         command=list(launch.command),
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -109,9 +111,10 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
         launch.resources.enter_context(locked(folder))
         return folder, RunRecord()
     launch.resources.enter_context(locked(own.absolute()))
-    if continues and (newest := complete_checkpoints(own / "checkpoints")[-1:]) not in ([], [found.resume]):
+    written = complete_checkpoints(own.absolute() / "checkpoints")
+    if continues and written and found.resume is not None and written[-1] != found.resume.absolute():
         raise ConfigError(
-            f"checkpoint.resume=auto: another process has just written {newest[0]}; give the command again."
+            f"checkpoint.resume=auto: another process has just written {written[-1]}; give the command again."
         )
     folder = reopen_run_folder(own.absolute(), steps_done(found.resume))
     clear_failure_reports(folder)
@@ -134,6 +137,16 @@ def with_recorded_init_from(config: Config, folder: Path) -> Config:
     if recorded is not None and not Path(recorded).is_dir():
         return config
     return {**config, "checkpoint": {**config["checkpoint"], "init_from": recorded}}
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Return ``config`` with absolute paths of local models, which are then found from every directory."""
+    found = {group: dict(value) if isinstance(value, Mapping) else value for group, value in config.items()}
+    for group, key in (name.split(".") for name in MODEL_PATHS):
+        value = (found[group] or {}).get(key)
+        if isinstance(value, str) and os.path.exists(value):
+            found[group][key] = os.path.abspath(value)
+    return found
 
 
 def reference_cache(launch: RunPreparation, data: Prepared) -> ReferenceCache | None:

@@ -1,7 +1,8 @@
 """Third part of a launch: the training on all ranks, and the end of the run."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -68,12 +69,13 @@ def run(
     with launch.resources:
         folder, restarts = prepare(launch), launch.experiment.run.max_restarts
         on_folder(folder)
-        with recording_end(folder), naming_file(folder), advising(launch, folder):
+        with ending(folder, launch) as late_signal:
             if launch.world_size > 1 or restarts:
                 run_with_restarts(folder, launch.world_size, restarts)
             else:
                 run_rank(folder)
-            return finish_despite_signal(launch, folder)
+            with handling(late_signal):
+                return finish(launch, folder)
 
 
 def run_launched(launch: RunPreparation, place: RankInfo, on_folder: Callable[[Path], object]) -> float:
@@ -93,25 +95,27 @@ def run_launched(launch: RunPreparation, place: RankInfo, on_folder: Callable[[P
         with reporting_failures(folder):
             run_rank(folder, give_up)
         return RunRecord.read(folder).results.final_loss()
-    with recording_end(folder), naming_file(folder), advising(launch, folder):
+    with ending(folder, launch) as late_signal:
         with reporting_failures(folder):
             run_rank(folder, give_up)
-        return finish_despite_signal(launch, folder)
+        with handling(late_signal):
+            return finish(launch, folder)
 
 
-def finish_despite_signal(launch: RunPreparation, folder: Path) -> float:
-    """Return the result of ``finish``, which a first stop signal does not interrupt.
+@contextmanager
+def ending(folder: Path, launch: RunPreparation) -> Iterator[SignalHandler]:
+    """Record how the run in the context ends; yield a handler of signals for its report.
+
+    A first signal does not interrupt the report, and the run is recorded as completed.
 
     Raises:
-        SystemExit: with code DONE after such a signal, so that a sweep starts no other job.
-        KeyboardInterrupt: if a signal came twice.
+        SystemExit: with code DONE, when the context is left after such a signal: a sweep starts no other job.
     """
-    request = SignalHandler(announce, ignore_second=RankInfo.read().launched)
-    with handling(request):
-        loss = finish(launch, folder)
-    if request.number:
+    late_signal = SignalHandler(announce, ignore_second=RankInfo.read().launched)
+    with recording_end(folder), naming_file(folder), advising(launch, folder):
+        yield late_signal
+    if late_signal.number:
         raise SystemExit(DONE)
-    return loss
 
 
 def finish(launch: RunPreparation, folder: Path) -> float:

@@ -9,9 +9,30 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.preflight.checks import may_request_evaluations
 from runner.config.instantiate import Experiment
-from runner.config.sources import ConfigSources
+from runner.config.sources import ConfigSources, name_of
 from runner.launch.slurm_env import MAX_REQUEUES
 
+
+def may_evaluate(experiment: Experiment) -> bool:
+    """Return whether the run evaluates, or a hook may ask it to."""
+    run = experiment.run
+    return (
+        run.evaluates_after_steps
+        or run.eval_on_start
+        or run.evaluate_only
+        or may_request_evaluations(experiment.hook)
+    )
+
+
+def has_evaluation_data(experiment: Experiment) -> bool:
+    """Return whether the data includes evaluation data, as ``data=demo`` and ``data=stdlib`` always do."""
+    data = experiment.data
+    names = ("eval", "eval_split", "eval_dataset", "eval_fraction")
+    return not hasattr(data, "eval_fraction") or any(getattr(data, name, None) for name in names)
+
+
+SIZES = ("dp", "dp_shard", "dp_replicate", "tp", "pp", "cp")
+"""Keys of ``parallelism`` that make up the number of ranks."""
 READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
     (
         "profiler.steps profiler.ranks profiler.memory profiler.shapes profiler.stacks",
@@ -45,15 +66,10 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
     ),
     (
         "data.eval data.eval_dataset data.eval_split data.max_eval_samples",
-        lambda e: _evaluates(e),
+        may_evaluate,
         "run.eval_at_end=true",
     ),
-    ("data.eval_fraction", lambda e: _evaluates(e), "run.eval_at_end=true or data.eval_fraction=0"),
-    (
-        "data.max_eval_samples",
-        lambda e: _has_evaluation_data(e),
-        "data.eval or data.eval_fraction",
-    ),
+    ("data.max_eval_samples", has_evaluation_data, "data.eval or data.eval_fraction"),
     ("preflight.rank", lambda e: e.preflight.mode == "rehearse", "preflight.mode=rehearse"),
     (
         "preflight.steps",
@@ -75,23 +91,6 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
 """Keys, the condition under which they are read, and what to set if it does not hold."""
 
 
-def _evaluates(experiment: Experiment) -> bool:
-    run = experiment.run
-    return (
-        run.evaluates_after_steps
-        or run.eval_on_start
-        or run.evaluate_only
-        or may_request_evaluations(experiment.hook)
-    )
-
-
-def _has_evaluation_data(experiment: Experiment) -> bool:
-    """Return whether the data includes evaluation data, as ``data=demo`` and ``data=stdlib`` always do."""
-    data = experiment.data
-    names = ("eval", "eval_split", "eval_dataset", "eval_fraction")
-    return not hasattr(data, "eval_fraction") or any(getattr(data, name, None) for name in names)
-
-
 def check_unread_options(experiment: Experiment, config: Config, where: ConfigSources) -> None:
     """Raise ConfigError if the command line or an experiment sets an option that nothing reads.
 
@@ -109,3 +108,20 @@ def check_unread_options(experiment: Experiment, config: Config, where: ConfigSo
                 raise ConfigError(
                     f"{key} ({where.of(key)}): nothing reads it in this run; set {remedy}, or leave it out."
                 )
+    if experiment.preflight.mode == "plan":
+        check_planned(experiment, where)
+
+
+def check_planned(experiment: Experiment, where: ConfigSources) -> None:
+    """Raise ConfigError if the command line sets a key of ``parallelism`` that the search does not read.
+
+    It reads only the number of ranks, if ``preflight.devices`` does not give it.
+    """
+    read = () if experiment.preflight.devices else SIZES
+    for key in map(name_of, where.overrides):
+        group, _, name = key.partition(".")
+        if group == "parallelism" and name and name not in read:
+            raise ConfigError(
+                f"{key} ({where.of(key)}): nothing reads it, because preflight.mode=plan searches for the "
+                "layout of both engines; leave it out, or use preflight.mode=only."
+            )

@@ -79,6 +79,10 @@ def reopen_run_folder(folder: Path, step: int) -> Path:
     return folder
 
 
+MODEL_PATHS = ("model.path", "model.tokenizer", "adapter.path", "stage.reference_path")
+"""Keys that may be paths of local models, which the config of a run has as absolute paths."""
+
+
 def write_config(folder: Path, config: Config) -> None:
     write_atomic(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 

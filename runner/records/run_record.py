@@ -158,6 +158,18 @@ def has_completed(checkpoint: Path) -> bool:
     return not (folder / "run.json").is_file() or RunRecord.read(folder).ended == "completed"
 
 
+def stop_reason(folder: str | None) -> str | None:
+    """Return why the run in ``folder`` stopped early.
+
+    None means that it did not, or that its record is missing, as that of a forecast, or damaged.
+    """
+    try:
+        stopped = None if folder is None else RunRecord.read(Path(folder)).stopped
+    except (ConfigError, FileNotFoundError):
+        return None
+    return None if stopped is None else stopped.reason
+
+
 @contextmanager
 def recording_end(folder: Path) -> Iterator[None]:
     """Record in run.json how the run in ``folder`` has ended, when the context is left.

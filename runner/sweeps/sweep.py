@@ -31,7 +31,7 @@ from runner.records.job_record import (
     read_job_record,
     read_job_records,
 )
-from runner.records.run_record import RunRecord
+from runner.records.run_record import RunRecord, stop_reason
 from runner.sweeps.table import print_table
 from runner.training.stop import PRUNED
 
@@ -58,11 +58,19 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
         words = str(error) if mistake else f"{type(error).__name__}: {error}"
         ended("invalid" if mistake else "failed", words)
     except (KeyboardInterrupt, SystemExit):
-        ended("interrupted")
+        ended("completed" if has_completed(point) else "interrupted")
         raise
     else:
         ended(job_status(point))
     return loss
+
+
+def has_completed(point: SweepJob) -> bool:
+    """Return whether the run of a job is recorded as completed; a signal may have come in its report."""
+    folder = read_job_record(point.path).folder
+    if folder is None or not Path(folder, "run.json").is_file():
+        return False
+    return RunRecord.read(Path(folder)).ended == "completed"
 
 
 def job_status(point: SweepJob) -> JobStatus:
@@ -70,13 +78,8 @@ def job_status(point: SweepJob) -> JobStatus:
 
     It is ``pruned`` if a pruner ended the run, ``interrupted`` if ``run.max_time`` did, else ``completed``.
     """
-    folder = read_job_record(point.path).folder
-    if folder is None or not Path(folder, "run.json").is_file():  # a forecast writes none
-        return "completed"
-    stopped = RunRecord.read(Path(folder)).stopped
-    if stopped is None:
-        return "completed"
-    return "pruned" if stopped.reason == PRUNED else "interrupted"
+    reason = stop_reason(read_job_record(point.path).folder)
+    return "completed" if reason is None else "pruned" if reason == PRUNED else "interrupted"
 
 
 def create_sweep(folder: Path, overrides: Sequence[str], *, resumes: bool = False) -> None:

@@ -147,6 +147,7 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
                 reporter(experiment, engine, folder, console, config, record) as report,
                 # The parent knows of the failure before the trackers are closed, which may take seconds.
                 reporting_failures(folder) if place.world_size > 1 else nullcontext(),
+                naming_file(folder),
             ):
                 training = build_loop(experiment, engine, folder, record, report, requested, watchdog)
                 handlers.callback(training.train_data.close)

@@ -375,11 +375,6 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "data.eval_split",
         "run.eval_at_end=true",
     ),
-    "samples held out for no evaluation": (
-        ("data=files", "data.train=a.jsonl", "data.eval_fraction=0.1", "run.eval_at_end=false"),
-        "data.eval_fraction",
-        "run.eval_at_end=true or data.eval_fraction=0",
-    ),
     "a limit of no evaluation data": (
         ("data=files", "data.train=a.jsonl", "data.max_eval_samples=9"),
         "data.max_eval_samples",
@@ -680,6 +675,11 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         ("run.final_sample_tokens=100000000000",),
         "run.final_sample_tokens: 100000000000",
         "use 40",
+    ),
+    "a key of the layout in a search for layouts": (
+        ("preflight.mode=plan", "preflight.devices=8", "parallelism=fsdp2", "parallelism.cpu_offload=true"),
+        "parallelism.cpu_offload",
+        "preflight.mode=plan searches for the layout",
     ),
     "no devices": (("preflight.mode=plan", "preflight.devices=0"), "preflight.devices", "at least 1"),
     "device of a run": (("preflight.device_name=H100",), "preflight.device_name", "preflight.mode=only"),

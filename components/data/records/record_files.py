@@ -153,11 +153,20 @@ def data_files(source: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield all files below a folder, also those in folders to which links lead.
+    """Yield all files below a folder, also those in other folders to which links lead, each folder once.
 
     Raises:
         ConfigError: if one of the folders may not be read, unless it is hidden.
     """
+    entered = {os.path.realpath(folder)}
+
+    def leads_to_another(path: str) -> bool:
+        if not os.path.islink(path):
+            return True
+        target = os.path.realpath(path)
+        known = any(Path(target).is_relative_to(place) for place in entered)
+        entered.add(target)
+        return not known
 
     def refuse(error: OSError) -> None:
         if not _is_hidden(Path(error.filename).relative_to(folder)):
@@ -166,9 +175,7 @@ def _below(folder: Path) -> Iterator[Path]:
             )
 
     for place, names, files in os.walk(folder, onerror=refuse, followlinks=True):
-        outer = (parent for parent in Path(place, "x").parents if parent.is_relative_to(folder))
-        around = {os.path.realpath(parent) for parent in outer}
-        names[:] = [name for name in names if os.path.realpath(os.path.join(place, name)) not in around]
+        names[:] = [name for name in sorted(names) if leads_to_another(os.path.join(place, name))]
         yield from (Path(place, name) for name in files)
 
 
@@ -247,16 +254,14 @@ def _read_jsonl(path: Path, reading: Reading) -> Iterator[Item]:
             origin = f"{path}:{number}"
             if line.strip():
                 try:
-                    record = _object(parse_json(line), origin)
+                    record = _object(parse_json(line.rstrip("\r\n")), origin)
                 except json.JSONDecodeError as error:
                     record = Unreadable(_malformed(origin, error))
                 yield record, origin
 
 
 def _malformed(origin: str, error: json.JSONDecodeError) -> RecordError:
-    # A line that is cut ends where the error is; json counts from the next line then.
-    column = error.colno if error.lineno > 1 else error.pos + 1
-    return RecordError(f"{origin}: malformed JSON ({error.msg}, column {column}). Correct this line.")
+    return RecordError(f"{origin}: malformed JSON ({error.msg}, column {error.colno}). Correct this line.")
 
 
 def _object(record: object, origin: str) -> Record | Unreadable:

@@ -181,7 +181,7 @@ def open_template(
     template = Template(tokenizer, tools, kwargs, source, _stop_ids(tokenizer), origin)
     unknown = [name for name in kwargs if not re.search(rf"\b{re.escape(name)}\b", source)]
     if unknown:
-        raise template.error(f"does not read {', '.join(unknown)}", "Remove it from chat_template_kwargs.")
+        raise template.error(f"does not read {', '.join(unknown)}", "Remove it from chat_template_kwargs")
     return template
 
 
@@ -294,7 +294,7 @@ def _marked(chat: Conversation, num_turns: int) -> list[Span]:
     if len(spans) != num_turns:
         raise template.error(
             f"has {{% generation %}} marks around {len(spans)} of {num_turns} assistant turns",
-            "Put the marks around every assistant turn with its stop token, or remove them.",
+            "Put the marks around every assistant turn with its stop token, remove them",
         )
     return spans
 

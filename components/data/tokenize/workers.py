@@ -186,8 +186,8 @@ def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int)
     settings = [encoder.kind, encoder.max_length, encoder.long_samples, encoder.train_on_prompt]
     identity = digest([source.content(cache), _tokenizer_digest(encoder.tokenizer), settings])
     stream = source if isinstance(source, RecordSource) and source.streaming else None
-    mtimes_ns = [] if stream is None else stream.mtimes_ns()
-    path = cache / "tokens" / digest([identity, _code(), _own_code(source), mtimes_ns])
+    version = [] if stream is None else stream.version()
+    path = cache / "tokens" / digest([identity, _code(), _own_code(source), version])
     store = _open_or_write(path, source, encoder, num_workers)
     if stream is not None:
         identity = digest([identity, store.meta.checksums])

@@ -35,6 +35,7 @@ from components.engines.shared.sdpa import CPU_ROWS, CPU_WHOLE
 from components.engines.shared.token_log_probs import chunk_size
 from components.engines.shared.vocab_parallel import FullVocabulary
 from components.models.attention_shape import attention_shape
+from components.preflight.estimates.quantities import MicrobatchShape
 
 Recompute = Literal["none", "full", "selective"]
 Bytes = dict[str, int]
@@ -246,19 +247,24 @@ class BlockActivations:
         return int(tokens * (3 * self.hidden + self.mlp.products)) * self.run.size
 
 
-def mask_bytes(longest: int, run: RunShape, config: PreTrainedConfig) -> int:
-    """Return the bytes of the masks of a row of ``longest`` tokens, of which torch's CPU kernel gets views.
+def mask_bytes(shape: MicrobatchShape, run: RunShape, config: PreTrainedConfig) -> int:
+    """Return the bytes of the masks of a row of a micro-batch, of which torch's CPU kernel gets views.
 
-    This is an upper bound if the row is one sequence, or if there is a window. A row of several sequences has
-    as many masks, which together are as wide. A GPU needs a mask only for a window, and only without the
-    kernel for packed rows. Masks of shared prompts are not included.
+    On a CPU, this is an upper bound if the row is one sequence, or if there is a window. A row of several
+    sequences has as many masks, which together are as wide. A GPU needs masks only in layers with a window,
+    for sequences that are longer, and only without the kernel for packed rows; this is an upper bound if the
+    row has several sequences. Masks of shared prompts are not included.
     """
-    of, window = attention_shape(config), getattr(config.get_text_config(), "sliding_window", None) or longest
+    text, longest = config.get_text_config(), shape.length
+    of, window = attention_shape(config), getattr(text, "sliding_window", None) or longest
+    if run.device != "cpu":
+        sequence = shape.longest_sequence or longest
+        kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
+        share = kinds.count("sliding_attention") / len(kinds)
+        return int(share * longest * sequence * run.size) if window < sequence and not run.has_kernel else 0
     limit = CPU_ROWS[run.size]
     may_be_whole = of.key == of.value and not getattr(config, "attention_dropout", 0)
     cut = longest > limit and not (may_be_whole and limit >= CPU_WHOLE[run.size])
-    if run.device != "cpu":
-        return longest**2 * run.size if window < longest and not run.has_kernel else 0
     return min(longest, limit) * longest * run.size if cut or window < longest else 0
 
 

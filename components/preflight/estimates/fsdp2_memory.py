@@ -761,7 +761,7 @@ def block_activations(
         heads=number,
         mlp=mlp_activations(intermediate_size(config) // layout.tp),
         latent=of.latent,
-        masks=(workload.rows if run.packed else 1) * mask_bytes(workload.length, run, config),
+        masks=(workload.rows if run.packed else 1) * mask_bytes(workload, run, config),
     )
     other, routed = plain, moe_block_numbers(model)
     if routed:

@@ -497,7 +497,7 @@ def block_activations(
         heads=number,
         mlp=mlp_activations(config.intermediate_size // tp, kept),
         latent=of.latent,
-        masks=(workload.rows if run.packed else 1) * masks_of_a_row(layout, workload.length, run, config),
+        masks=(workload.rows if run.packed else 1) * masks_of_a_row(layout, workload, run, config),
     )
     other, routed = plain, moe_block_numbers(model)
     if routed:
@@ -536,12 +536,12 @@ def attended(layout: Layout, query: int, both: int, repeated: int | None, *, nor
     return query + copies + (fused if normed else 0)
 
 
-def masks_of_a_row(layout: Layout, length: int, run: RunShape, config: PreTrainedConfig) -> int:
+def masks_of_a_row(layout: Layout, shape: MicrobatchShape, run: RunShape, config: PreTrainedConfig) -> int:
     """Return the bytes of the masks of a row.
 
     If cp ranks gather keys, each rank has two of ``2 cp`` chunks, which attend to ``2 cp + 1`` chunks in all.
     """
     if layout.cp == 1 or layout.cp_comm_type == "a2a" or run.has_kernel:
-        return mask_bytes(length, run, config)
-    chunk = -(-length // (2 * layout.cp))
+        return mask_bytes(shape, run, config)
+    chunk = -(-shape.length // (2 * layout.cp))
     return chunk * chunk * (2 * layout.cp + 1) * run.size

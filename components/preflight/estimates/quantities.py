@@ -26,6 +26,8 @@ class MicrobatchShape:
     no_grad_ratio: float = 0.0
     """Number of tokens that only passes without gradient process, such as those of KTO's mismatched answers,
     divided by the number of trained tokens."""
+    longest_sequence: int | None = None
+    """Number of tokens of the longest sequence in large micro-batches. None means ``length``."""
 
 
 @dataclass(frozen=True)

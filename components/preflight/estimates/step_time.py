@@ -165,9 +165,8 @@ def step_time(case: Candidate, work: StepWork) -> StepTime:
     cost = comm_cost(case.layout, work.size, comm_inputs(case, work))
     again = cost.recomputed * work.forward
     again += sum(share * work.modules[name] for name, share in cost.recomputed_modules.items())
-    again += (
-        3 * cost.padding * work.modules["moe"]
-    )  # forward and backward pass; shared experts have no padding
+    # Forward and backward pass; too much by the shared experts, which get no padding.
+    again += 3 * cost.padding * work.modules["moe"]
     compute = (work.flops + again) / (case.world_size * device.flops * device.mfu)
     dims = mesh_info(case.layout, case.world_size)["dims"]
     seconds = dict.fromkeys(("exposed", "overlapped", "at_end"), 0.0)

@@ -12,7 +12,7 @@ from components.contracts.errors import INTERRUPTED
 from runner.config.command_line import hydra_value
 from runner.records.failures import read_failure_reports, read_last_lines, root_cause
 from runner.records.job_record import JobRecord, SweepJob, read_job_record
-from runner.records.run_record import RunRecord
+from runner.records.run_record import stop_reason
 
 OVER = frozenset(
     {
@@ -143,7 +143,7 @@ def finalize_job(job: SubmittedJob, state: str, reason: str, *, cancelled: bool)
     """
     known = read_final_record(job, expected=state == "COMPLETED")
     healthy = state in {"COMPLETED", NOT_IN_QUEUE}
-    out_of_time = known.status == "interrupted" and stop_reason(known) == "run.max_time"
+    out_of_time = known.status == "interrupted" and stop_reason(known.folder) == "run.max_time"
     ended_well = healthy and (known.status == "completed" or out_of_time)
     if known.status in {"invalid", "pruned"} or ended_well:
         return
@@ -155,14 +155,6 @@ def finalize_job(job: SubmittedJob, state: str, reason: str, *, cancelled: bool)
     job.sweep_job.write(replace(known, status="failed", error=error))
     where = job.logs / f"{job.id}_*"
     print(f"job {job.sweep_job.number} failed; {ended}; logs: {where}\n{error}", file=sys.stderr, flush=True)
-
-
-def stop_reason(known: JobRecord) -> str | None:
-    """Return why the run of a job stopped early. None means that it did not, or that nothing is recorded."""
-    if known.folder is None or not Path(known.folder, "run.json").is_file():
-        return None
-    stopped = RunRecord.read(Path(known.folder)).stopped
-    return None if stopped is None else stopped.reason
 
 
 def read_final_record(job: SubmittedJob, *, expected: bool) -> JobRecord:

@@ -555,9 +555,9 @@ def test_an_export_without_code_names_none(saved: tuple[Path, dict[str, Tensor]]
 
 
 @pytest.mark.parametrize(
-    ("stops", "expected"), [([7, 2], [7, 2]), ([7, 8], [2, 7, 8]), (7, [2, 7]), (None, [2])]
+    ("stops", "expected"), [([7, 2], [7, 2]), ([7, 8], [2, 7, 8]), (7, [2, 7]), (None, 2), ([2], [2])]
 )
-def test_stop_tokens_of_the_model_stay(tmp_path: Path, stops: Any, expected: list[int]) -> None:
+def test_stop_tokens_of_the_model_stay(tmp_path: Path, stops: Any, expected: list[int] | int) -> None:
     """They are kept besides the tokenizer's, as are sampling options that transformers would not write."""
     tokenizer = ModelSpec(architecture=FAMILIES["qwen3"]).load_tokenizer()
     assert tokenizer.eos_token_id == 2

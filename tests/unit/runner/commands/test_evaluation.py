@@ -7,7 +7,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from components.contracts.errors import ConfigError
 from runner.commands.arguments import parse_pairs
 from runner.commands.evaluate import evaluation
+from runner.launch.prepare import with_absolute_paths
 from runner.records.renamed_keys import RENAMED
+from runner.records.run_dir import write_config
 from runner.records.run_record import RunRecord
 
 
@@ -34,6 +36,19 @@ def test_options_of_the_training_data_are_not_taken_over(tmp_path: Path) -> None
     hub = evaluation([f"checkpoint={tmp_path}", "data.eval=hub:x", "data.eval_split=dev"])
     assert "data.stopping_strategy=first_exhausted" in hub
     assert not {"data.split=null", "data.eval_split=null"} & {*hub}
+
+
+def test_a_run_is_evaluated_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its config has the absolute path of a local model; a model of the hub keeps its name."""
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    given = {"model": {"path": "base", "tokenizer": "of/hub"}, "adapter": None, "stage": {}, "run": {}}
+    config = with_absolute_paths(given)
+    assert config == {**given, "model": {"path": str(tmp_path / "base"), "tokenizer": "of/hub"}}
+    write_config(tmp_path, config | {"adapter": {}, "checkpoint": {}})
+    RunRecord(overrides=["model=hf", "model.path=base", "model.tokenizer=of/hub"]).write(tmp_path)
+    words = [word for word in evaluation([f"checkpoint={tmp_path}"]) if word.startswith("model.")]
+    assert words[-2:] == [f"model.path={tmp_path}/base", "model.tokenizer=of/hub"]
 
 
 def test_an_evaluation_begins_as_the_run_did(tmp_path: Path) -> None:

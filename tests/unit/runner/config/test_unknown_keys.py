@@ -94,6 +94,22 @@ def test_an_option_that_is_not_needed_or_is_elsewhere(word: str, answer: str, kn
     assert str(unknown_key(word, "the command line", known)).endswith(f"nothing reads this key; {answer}")
 
 
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("data.cutoff_len", "use data.max_length for LLaMA-Factory's cutoff_len."),
+        ("optimizer.weight_decai", "did you mean 'optimizer.weight_decay'?"),
+        (
+            "optimizer.of_another",
+            "if another option of optimizer reads it, choose that one",
+        ),
+        ("optimzer.lr", "did you mean 'optimizer.lr'?"),
+    ],
+)
+def test_a_key_of_an_experiment_may_be_of_another_option(word: str, answer: str, known: set[str]) -> None:
+    assert answer in str(unknown_key(word, "conf/experiment/mine.yaml", known))
+
+
 VALUES = [(key, value) for key, answers in documents()[2]["values"].items() for value in answers]
 
 

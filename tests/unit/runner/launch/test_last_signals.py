@@ -2,37 +2,40 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from components.contracts.errors import DONE, TrainingError
+from components.contracts.errors import TrainingError
 from runner.launch import run, slurm_env
 from runner.launch.spawn import wait_for_ranks
 from runner.records.failures import failure_path, read_failure_report, report_failure
+from runner.records.job_record import SweepJob, read_job_record
 from runner.records.run_record import RunRecord, Stopped
-from runner.signals import SignalHandler
+from runner.signals import SignalHandler, handling
+from runner.sweeps.sweep import run_point
 
 
 @pytest.mark.parametrize("signals", [0, 1])
-def test_a_first_signal_does_not_interrupt_the_report(monkeypatch: pytest.MonkeyPatch, signals: int) -> None:
-    def finish(*_: object) -> float:
-        for _ in range(signals):
-            os.kill(os.getpid(), signal.SIGTERM)
-        reports.append("whole")
-        return 2.5
+def test_a_first_signal_does_not_interrupt_the_report(tmp_path: Path, signals: int) -> None:
+    """The run is completed, also for a sweep, which begins no other job."""
+    RunRecord().write(tmp_path)
+    point = SweepJob(tmp_path / "sweep", 1, ())
 
-    reports: list[str] = []
-    monkeypatch.setattr(run, "finish", finish)
-    if signals:
-        with pytest.raises(SystemExit) as ended:
-            run.finish_despite_signal(None, Path())  # type: ignore[arg-type]
-        assert ended.value.code == DONE
-    else:
-        assert run.finish_despite_signal(None, Path()) == 2.5  # type: ignore[arg-type]
-    assert reports == ["whole"]
+    def train() -> float:
+        point.mark_running(tmp_path)
+        with run.ending(tmp_path, None) as late_signal, handling(late_signal):  # type: ignore[arg-type]
+            for _ in range(signals):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return 2.5
+
+    with pytest.raises(SystemExit, match="0") if signals else nullcontext():
+        assert run_point(point, train, lambda error: pytest.fail(str(error))) == 2.5
+    assert RunRecord.read(tmp_path).ended == "completed"
+    assert read_job_record(point.path).status == "completed"
 
 
 @pytest.mark.parametrize(("step", "queued"), [(0, True), (3, False)])

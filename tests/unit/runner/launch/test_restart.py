@@ -57,8 +57,13 @@ def logged(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_checkpoint_that_was_written_after_the_choice_of_another(folder: Path) -> None:
-    """The process that still wrote to the folder has ended, so that its lock does not stop this one."""
+def test_a_checkpoint_that_was_written_after_the_choice_of_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that still wrote to the folder has ended, so that its lock does not stop this one.
+
+    A requeued job names its folder by a relative path.
+    """
     for step in (2, 4):
         checkpoint(folder, step)
     options = SimpleNamespace(
@@ -67,6 +72,11 @@ def test_a_checkpoint_that_was_written_after_the_choice_of_another(folder: Path)
     chosen: Any = SimpleNamespace(previous_run_dir=None, resume=step_folder(folder / "checkpoints", 2))
     with ExitStack() as resources, pytest.raises(ConfigError, match=r"has just written .*step_00000004"):
         open_folder(SimpleNamespace(experiment=options, resources=resources), chosen)  # type: ignore[arg-type]
+    monkeypatch.chdir(folder.parent)
+    chosen.previous_run_dir, chosen.resume = Path(folder.name), step_folder(folder / "checkpoints", 4)
+    with ExitStack() as resources:
+        found = open_folder(SimpleNamespace(experiment=options, resources=resources), chosen)  # type: ignore[arg-type]
+    assert found[0] == folder
 
 
 def test_it_passes_over_a_damaged_checkpoint(folder: Path) -> None:

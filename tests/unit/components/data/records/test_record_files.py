@@ -108,6 +108,7 @@ def test_links_to_folders_are_followed(tmp_path: Path) -> None:
         write(folder / "a.jsonl")
     (data / "b").symlink_to(elsewhere)
     (elsewhere / "c").symlink_to(data)  # leads back
+    (data / "d").symlink_to(data / "b")  # the same folder again
     files = [origin.rpartition(":")[0] for _, origin in read_records(str(data))]
     assert files == [str(data / name) for name in ("a.jsonl", "b/a.jsonl") for _ in range(3)]
     assert matching_files(str(data)) == [data / "a.jsonl", data / "b/a.jsonl"]
@@ -172,6 +173,11 @@ def test_jsonl_is_streamed(tmp_path: Path) -> None:
         ("a.json", b'[{"text": "x"}, 3]', "a.json:2: is a JSON int, not an object"),
         ("a.jsonl", b'{"text": "x"}\n["x"]', "a.jsonl:2: is a JSON list, not an object"),
         ("a.json", b'{"text": "x"}\n{"text": "x"', "a.json:2: malformed JSON"),
+        (
+            "a.jsonl",
+            b'{"text": 1\n{"text": "x"}',
+            "a.jsonl:1: malformed JSON (Expecting ',' delimiter, column 11)",
+        ),
         ("a.csv", b"a,a\n1,2", "a.csv:1: is not a header with distinct field names"),
         (
             "a.csv",

@@ -202,15 +202,19 @@ def test_masks_are_those_that_attention_makes(
     config = MistralConfig(hidden_size=16, num_attention_heads=2, **{"sliding_window": None} | options)
     dropout = config.attention_dropout
     packed_sdpa(*inputs, [length], window=config.sliding_window, scale=None, dropout=dropout)
-    found = mask_bytes(length, RunShape(dtype, "cpu", "none"), config)
+    found = mask_bytes(row(length), RunShape(dtype, "cpu", "none"), config)
     assert found == sum(mask.nbytes for mask in made)
+
+
+def row(length: int, longest: int | None = None) -> MicrobatchShape:
+    return replace(WORKLOAD, length=length, longest_sequence=longest)
 
 
 def test_masks_of_a_packed_row_are_at_most_those_that_are_estimated() -> None:
     """A row of 1024 tokens may be one sequence without a mask, or two that each have one."""
     config = MistralConfig(hidden_size=16, num_attention_heads=2, sliding_window=None)
     shape = RunShape(torch.float32, "cpu", "none")
-    assert mask_bytes(1024, shape, config) == 2 * mask_bytes(512, shape, config) > 0
+    assert mask_bytes(row(1024), shape, config) == 2 * mask_bytes(row(512), shape, config) > 0
 
 
 def test_attention_without_the_kernel_for_packed_rows_saves_more() -> None:
@@ -219,9 +223,14 @@ def test_attention_without_the_kernel_for_packed_rows_saves_more() -> None:
     dropout = "+model.architecture.attention_dropout=0.1"
     config = MistralConfig(sliding_window=100)
     masks = [
-        mask_bytes(512, RunShape(torch.bfloat16, "cuda", "none", packed=on), config) for on in (True, False)
+        mask_bytes(row(512), RunShape(torch.bfloat16, "cuda", "none", packed=on), config)
+        for on in (True, False)
     ]
     assert masks == [0, 512 * 512 * 2]
+    kinds = ["sliding_attention", "full_attention"]
+    half = MistralConfig(sliding_window=100, layer_types=kinds, num_hidden_layers=2)
+    in_fp32 = RunShape(torch.float32, "cuda", "none")
+    assert [mask_bytes(row(512, n), in_fp32, half) for n in (100, 128)] == [0, 512 * 128 * 4 // 2]
     for engine in ("fsdp2", "megatron"):
         sizes = [
             estimate(*model, f"parallelism={engine}", *more, **options)[0].parts["activations"]
