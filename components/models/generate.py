@@ -89,7 +89,7 @@ def with_stops(found: list[int] | int | None, further: Iterable[int | None]) -> 
     """
     stops = found if isinstance(found, list) else [] if found is None else [found]
     every = [*sorted({token for token in further if token is not None} - {*stops}), *stops]
-    return every if len(every) > 1 or isinstance(found, list) else next(iter(every), None)
+    return every if len(every) > 1 or (every and isinstance(found, list)) else next(iter(every), None)
 
 
 def amend(path: Path, fields: dict[str, object]) -> None:

@@ -10,6 +10,7 @@ is the run's own to the last bit. The loss, its perplexity if it is a mean over 
 stage are printed and written to run.json and the metrics of a new run folder.
 """
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -171,9 +172,12 @@ def recorded(folder: Path) -> list[str]:
         if is_demo and "data" not in map(name_of, words):  # an experiment may select data, and did not
             words.append("data=demo")
         named = {*map(name_of, words)}
-        for group, key in (name.split(".") for name in MODEL_PATHS if name in named):
-            # The run may have begun in another directory.
-            words.append(f"{group}.{key}={hydra_value(config[group].get(key))}")
+        for name in MODEL_PATHS:
+            group, key = name.split(".")
+            path = (config.get(group) or {}).get(key)
+            # The run may have begun in another directory; or it was moved, together with the model.
+            if ({name, "experiment"} & named) and path is not None and os.path.exists(path):
+                words.append(f"{name}={hydra_value(path)}")
         # An override or an experiment may name a run, whose newest checkpoint is another one now.
         initial = config["checkpoint"].get("init_from")
         if initial is not None:  # it may have been removed since

@@ -31,7 +31,7 @@ def has_evaluation_data(experiment: Experiment) -> bool:
     return not hasattr(data, "eval_fraction") or any(getattr(data, name, None) for name in names)
 
 
-SIZES = ("dp", "dp_shard", "dp_replicate", "tp", "pp", "cp")
+SIZES = ("dp", "default_dp", "dp_shard", "dp_replicate", "tp", "pp", "cp")
 """Keys of ``parallelism`` that make up the number of ranks."""
 READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
     (
@@ -120,7 +120,7 @@ def check_planned(experiment: Experiment, where: ConfigSources) -> None:
     read = () if experiment.preflight.devices else SIZES
     for key in map(name_of, where.overrides):
         group, _, name = key.partition(".")
-        if group == "parallelism" and name and name not in read:
+        if group == "parallelism" and name and name not in (*read, "_target_"):
             raise ConfigError(
                 f"{key} ({where.of(key)}): nothing reads it, because preflight.mode=plan searches for the "
                 "layout of both engines; leave it out, or use preflight.mode=only."

@@ -58,19 +58,23 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
         words = str(error) if mistake else f"{type(error).__name__}: {error}"
         ended("invalid" if mistake else "failed", words)
     except (KeyboardInterrupt, SystemExit):
-        ended("completed" if has_completed(point) else "interrupted")
+        record = completed_record(point)
+        loss = math.nan if record is None else record.results.final_loss()
+        ended("interrupted" if record is None else "completed")
         raise
     else:
         ended(job_status(point))
     return loss
 
 
-def has_completed(point: SweepJob) -> bool:
-    """Return whether the run of a job is recorded as completed; a signal may have come in its report."""
+def completed_record(point: SweepJob) -> RunRecord | None:
+    """Return the record of a job's run if it has completed; a signal may have come in its report."""
     folder = read_job_record(point.path).folder
-    if folder is None or not Path(folder, "run.json").is_file():
-        return False
-    return RunRecord.read(Path(folder)).ended == "completed"
+    try:
+        record = None if folder is None else RunRecord.read(Path(folder))
+    except (ConfigError, FileNotFoundError):
+        return None
+    return record if record is not None and record.ended == "completed" else None
 
 
 def job_status(point: SweepJob) -> JobStatus:

@@ -140,11 +140,14 @@ def one_step(
     return Step(result.loss, result.grad_norm, grads), dict(result.metrics)
 
 
-def curve(on: FSDP2 | Megatron, family: str) -> list[float]:
-    """Return the loss of each step, each followed by that of an evaluation, which has no MTP terms."""
+def curve(on: FSDP2 | Megatron, family: str, number: int | None = None) -> list[float]:
+    """Return the loss of each step, each followed by that of an evaluation, which has no MTP terms.
+
+    ``number`` is that of the micro-batches of a step. None means all.
+    """
     engine, losses = make_engine(family, on=on, mtp_layers=DEPTHS), []
     for seed in range(3):
-        losses.append(step(engine, share(engine, "packed", 2, seed), next_token()).loss)
+        losses.append(step(engine, share(engine, "packed", 2, seed)[:number], next_token()).loss)
         losses.append(engine.evaluate([share(engine, "packed", 2)], next_token())["loss"])
     engine.close()
     return losses

@@ -153,29 +153,30 @@ def data_files(source: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield all files below a folder, also those in other folders to which links lead, each folder once.
+    """Yield the files below a folder, also in folders to which links lead, each of which is read once.
+
+    Hidden folders are left out.
 
     Raises:
-        ConfigError: if one of the folders may not be read, unless it is hidden.
+        ConfigError: if one of the folders may not be read.
     """
     entered = {os.path.realpath(folder)}
 
-    def leads_to_another(path: str) -> bool:
-        if not os.path.islink(path):
-            return True
+    def is_new(path: str) -> bool:
         target = os.path.realpath(path)
-        known = any(Path(target).is_relative_to(place) for place in entered)
+        known = target in entered
         entered.add(target)
         return not known
 
     def refuse(error: OSError) -> None:
-        if not _is_hidden(Path(error.filename).relative_to(folder)):
-            raise ConfigError(
-                f"{error.filename}: cannot be read ({error.strerror}). Allow it, or move it out of the data."
-            )
+        raise ConfigError(
+            f"{error.filename}: cannot be read ({error.strerror}). Allow it, or move it out of the data."
+        )
 
     for place, names, files in os.walk(folder, onerror=refuse, followlinks=True):
-        names[:] = [name for name in sorted(names) if leads_to_another(os.path.join(place, name))]
+        paths = [os.path.join(place, name) for name in names if not name.startswith(".")]
+        paths.sort(key=lambda path: (os.path.islink(path), path))
+        names[:] = [os.path.basename(path) for path in paths if is_new(path)]
         yield from (Path(place, name) for name in files)
 
 

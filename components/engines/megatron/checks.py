@@ -90,6 +90,11 @@ def contradictions(layout: Layout) -> dict[str, str]:
             layout.shared_expert_overlap and layout.moe_token_dispatcher != "alltoall",
             "Megatron overlaps them with parallelism.moe_token_dispatcher=alltoall only",
         ),
+        "activation_offloading": (
+            layout.activation_offloading and layout.shared_expert_overlap,
+            "shared experts are computed on a stream of their own, which may reuse the memory of restored "
+            "activations too early; leave it out, or use parallelism.shared_expert_overlap=false",
+        ),
         "overlap_param_gather": (
             layout.overlap_param_gather and not (layout.distributed_optimizer and layout.overlap_grad_reduce),
             f"it {gathered}",

@@ -252,15 +252,17 @@ def mask_bytes(shape: MicrobatchShape, run: RunShape, config: PreTrainedConfig) 
 
     On a CPU, this is an upper bound if the row is one sequence, or if there is a window. A row of several
     sequences has as many masks, which together are as wide. A GPU needs masks only in layers with a window,
-    for sequences that are longer, and only without the kernel for packed rows; this is an upper bound if the
-    row has several sequences. Masks of shared prompts are not included.
+    for sequences that are longer, and only without the kernel for packed rows. This is then the mean of all
+    layers, unless attention is recomputed in one after the other, and an upper bound if the row has several
+    sequences. Masks of shared prompts are not included.
     """
     text, longest = config.get_text_config(), shape.length
     of, window = attention_shape(config), getattr(text, "sliding_window", None) or longest
     if run.device != "cpu":
         sequence = shape.longest_sequence or longest
         kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
-        share = kinds.count("sliding_attention") / len(kinds)
+        again = run.recompute == "full" or "core_attn" in run.modules
+        share = 1.0 if again else kinds.count("sliding_attention") / len(kinds)
         return int(share * longest * sequence * run.size) if window < sequence and not run.has_kernel else 0
     limit = CPU_ROWS[run.size]
     may_be_whole = of.key == of.value and not getattr(config, "attention_dropout", 0)

@@ -27,7 +27,7 @@ class MicrobatchShape:
     """Number of tokens that only passes without gradient process, such as those of KTO's mismatched answers,
     divided by the number of trained tokens."""
     longest_sequence: int | None = None
-    """Number of tokens of the longest sequence in large micro-batches. None means ``length``."""
+    """Number of tokens of the longest sequence of the epoch. None means ``length``."""
 
 
 @dataclass(frozen=True)

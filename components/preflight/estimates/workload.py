@@ -27,14 +27,13 @@ def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> M
     tokens, plans = data.train.open()
     plan, packed, unpaired = plans.plan(0), data.packing != "none", tokens.desirable is not None
     sizes = plan.microbatch_lengths(micro_batch_size, packed=packed)
-    labels = trained = longest_sequence = 0
+    labels = trained = 0
     for number in np.argsort(-sizes, kind="stable")[: LARGEST_UNPAIRED if unpaired else LARGEST].tolist():
         stop = min((number + 1) * micro_batch_size, plan.num_rows)
         segments = plan.rows(number * micro_batch_size, stop).tolist()
         segments = [segment for segment in segments if not unpaired or segment[0] % 2 == 0]
         lengths = [last - first for _, first, last in segments]
         trained = max(trained, sum(lengths) if packed else max(lengths))
-        longest_sequence = max(longest_sequence, *lengths)
         targets = (tokens.mask(seq, first + 1, last + 1) for seq, first, last in segments)
         labels = max(labels, sum(int(np.count_nonzero(mask)) for mask in targets))
     longest, each = int(sizes.max()), 1 if packed else tokens.sequences_per_sample
@@ -46,7 +45,7 @@ def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> M
         labels=labels,
         num_microbatches=data.global_batch_size // (dp_size * micro_batch_size),
         no_grad_ratio=longest * micro_batch_size * each / (length * lines) - 1,
-        longest_sequence=longest_sequence,
+        longest_sequence=int((plan.segments[:, 2] - plan.segments[:, 1]).max()),
     )
 
 

@@ -72,7 +72,9 @@ class Candidate:
         # Packed rows are filled up to the limit; a padded row is as long as its longest sample.
         packed = self.data.packing != "none"
         length = -(-found.length // self.cut) if packed else min(found.length, self.max_length // self.cut)
-        return replace(found, length=length, labels=-(-found.labels * length // found.length))
+        labels, longest = -(-found.labels * length // found.length), found.longest_sequence
+        longest = None if longest is None else min(longest, self.max_length // self.cut)
+        return replace(found, length=length, labels=labels, longest_sequence=longest)
 
     @cached_property
     def memory(self) -> list[RankMemory]:

@@ -34,19 +34,23 @@ def packed_seq_params(row: CPShard, device: torch.device | None = None) -> Packe
     The tensors of ``row`` are on the model's device, as ``CPShard.to`` leaves them.
 
     The boundaries stay on the CPU, where attention reads them without waiting for the GPU, unless ``device``
-    is given: transformer-engine's kernels read them on the device. ``max_seqlen``, the longest span of the
-    aligned row, is the length of mcore's rotary table.
+    is given: transformer-engine's kernels read them on the device. ``max_seqlen`` is the length of mcore's
+    rotary table. mcore keeps the tables of 32 lengths on the GPU, so that the longest span of the aligned row
+    is rounded up to a power of two, unless transformer-engine's kernels read it.
     """
     if row.cu_seqlens is None:
         return None
     ends = row.cu_seqlens if device is None else to_device(row.cu_seqlens, device)
     packed_rope.remember(ends, row.position_ids.reshape(-1))
+    longest = row.max_seqlen
+    if device is None and longest is not None:
+        longest = 1 << (longest - 1).bit_length()
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,
-        max_seqlen_q=row.max_seqlen,
-        max_seqlen_kv=row.max_seqlen,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 

@@ -123,6 +123,7 @@ def run_schedule(
         whole = gather_stats(stats, item.request.shard, group)
         if item.filler:  # a scalar that depends on every parameter, with a gradient of 0
             scalar = whole.logps.sum() if whole.values is None else 0 * whole.values.sum()
+            scalar = scalar + sum(logps.sum() for logps in whole.mtp)
         else:
             scalar = consume(item.number, whole)
         return scalar, torch.zeros((), dtype=torch.int), {}  # the engine counts labels itself
@@ -187,7 +188,7 @@ def make_inputs(
         if wanted.dropout_seed is not None:
             hashes = MicrobatchHashes.of(batch, row, layout, wanted.dropout_seed, device)
         requires: frozenset[str] = frozenset() if loss is None else loss.requires
-        ahead = mtp.batches(batch) if mtp and not filler else ()
+        ahead = mtp.batches(batch) if mtp else ()
         depths = tuple(mtp_request(shifted, row, device, wanted.factor) for shifted in ahead)
         request = ForwardRequest(row.to(device), requires, scattered, noise, hashes, told, depths)
         return PipelineInput(number, request, filler)

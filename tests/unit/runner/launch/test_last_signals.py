@@ -15,6 +15,7 @@ from runner.launch.spawn import wait_for_ranks
 from runner.records.failures import failure_path, read_failure_report, report_failure
 from runner.records.job_record import SweepJob, read_job_record
 from runner.records.run_record import RunRecord, Stopped
+from runner.records.run_summary import Results
 from runner.signals import SignalHandler, handling
 from runner.sweeps.sweep import run_point
 
@@ -22,7 +23,7 @@ from runner.sweeps.sweep import run_point
 @pytest.mark.parametrize("signals", [0, 1])
 def test_a_first_signal_does_not_interrupt_the_report(tmp_path: Path, signals: int) -> None:
     """The run is completed, also for a sweep, which begins no other job."""
-    RunRecord().write(tmp_path)
+    RunRecord(results=Results(last={"train/loss": 2.5})).write(tmp_path)
     point = SweepJob(tmp_path / "sweep", 1, ())
 
     def train() -> float:
@@ -35,7 +36,8 @@ def test_a_first_signal_does_not_interrupt_the_report(tmp_path: Path, signals: i
     with pytest.raises(SystemExit, match="0") if signals else nullcontext():
         assert run_point(point, train, lambda error: pytest.fail(str(error))) == 2.5
     assert RunRecord.read(tmp_path).ended == "completed"
-    assert read_job_record(point.path).status == "completed"
+    job = read_job_record(point.path)
+    assert (job.status, job.loss) == ("completed", 2.5)
 
 
 @pytest.mark.parametrize(("step", "queued"), [(0, True), (3, False)])

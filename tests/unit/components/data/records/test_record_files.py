@@ -109,6 +109,8 @@ def test_links_to_folders_are_followed(tmp_path: Path) -> None:
     (data / "b").symlink_to(elsewhere)
     (elsewhere / "c").symlink_to(data)  # leads back
     (data / "d").symlink_to(data / "b")  # the same folder again
+    (data / "e").symlink_to(tmp_path)  # around both
+    (data / ".f").symlink_to(tmp_path / "other")
     files = [origin.rpartition(":")[0] for _, origin in read_records(str(data))]
     assert files == [str(data / name) for name in ("a.jsonl", "b/a.jsonl") for _ in range(3)]
     assert matching_files(str(data)) == [data / "a.jsonl", data / "b/a.jsonl"]

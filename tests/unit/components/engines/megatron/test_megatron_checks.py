@@ -98,6 +98,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         ["parallelism.shared_expert_overlap", "moe_token_dispatcher=alltoall"],
     ),
     (
+        {"shared_expert_overlap": True, "activation_offloading": True},
+        ["parallelism.activation_offloading", "parallelism.shared_expert_overlap=false"],
+    ),
+    (
         {"overlap_param_gather": True},
         ["parallelism.overlap_param_gather", "parallelism.distributed_optimizer"],
     ),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig
+from transformers import MistralConfig, Qwen3Config
 
 from benchmarks.compose import composed
 from components.engines.megatron import pipeline_split
@@ -228,9 +228,10 @@ def test_attention_without_the_kernel_for_packed_rows_saves_more() -> None:
     ]
     assert masks == [0, 512 * 512 * 2]
     kinds = ["sliding_attention", "full_attention"]
-    half = MistralConfig(sliding_window=100, layer_types=kinds, num_hidden_layers=2)
-    in_fp32 = RunShape(torch.float32, "cuda", "none")
-    assert [mask_bytes(row(512, n), in_fp32, half) for n in (100, 128)] == [0, 512 * 128 * 4 // 2]
+    half = Qwen3Config(sliding_window=100, use_sliding_window=True, layer_types=kinds, num_hidden_layers=2)
+    kept, again = (RunShape(torch.float32, "cuda", how) for how in ("none", "full"))
+    assert [mask_bytes(row(512, n), kept, half) for n in (100, 128)] == [0, 512 * 128 * 4 // 2]
+    assert mask_bytes(row(512, 128), again, half) == 512 * 128 * 4
     for engine in ("fsdp2", "megatron"):
         sizes = [
             estimate(*model, f"parallelism={engine}", *more, **options)[0].parts["activations"]
