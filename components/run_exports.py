@@ -9,7 +9,7 @@ EXPORTS = ("export", "*/export", "*/*/export")
 def hint_for_run(folder: Path) -> str:
     """Return a sentence that names the export of the newest run in ``folder``; "" if there is none.
 
-    If ``folder`` is an adapter, it says how to train or export it.
+    If ``folder`` is an adapter, the sentence says which options continue its training.
     """
     if (folder / "adapter_config.json").is_file():
         return (

@@ -109,7 +109,7 @@ def read_settings(path: str) -> Json:
     except ValueError as error:
         raise ConfigError(f"adapter.path: {path}/{CONFIG}: {error}; correct it.") from error
     saved = config.get("modules_to_save") or ()
-    if config.get("task_type") == "SEQ_CLS":  # for which peft names the heads of all architectures
+    if config.get("task_type") == "SEQ_CLS":  # for these, peft lists the heads of all architectures
         saved = [name for name in saved if name != "classifier"]
     return {
         "r": config.get("r", 8),  # peft's own defaults

@@ -56,10 +56,11 @@ class _Entry:
 def stdlib_records(kind: SampleKind, split: SplitName) -> Iterator[tuple[Sample, str]]:
     """Yield (sample, origin) of one split.
 
-    Each module is in exactly one of the two splits. A sample of the ``kind`` text is the source of a module;
-    chat, a question about a function, class or method, answered with its docstring; preference, the same
-    question with the right docstring chosen and another one of the module rejected; and unpaired, one of
-    these two answers, in about half of the samples the right one.
+    Each module is in exactly one of the two splits. The ``kind`` determines a sample. For text, it is the
+    source of a module. For chat, it is a question about a function, class or method, answered with its
+    docstring. For preference, it is this question with the right docstring as chosen and another one of the
+    module as rejected. For unpaired, it is this question with one of the two docstrings, the right one in
+    about half of the samples.
     """
     for path, module in _modules(split):
         if kind == "text":

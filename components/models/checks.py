@@ -135,8 +135,8 @@ def check_head(model: PreTrainedModel, head: nn.Module | None) -> None:
     plain = head is None or (type(head).forward is nn.Linear.forward and len([*head.parameters()]) <= 2)
     if not plain:
         raise ConfigError(
-            f"model: {kind} computes its logits with a {type(head).__name__}, but the engines with one "
-            "linear layer; choose another model."
+            f"model: {kind} computes its logits with a {type(head).__name__}, but the engines support "
+            "only one linear layer; choose another model."
         )
     if any(module is head for module in model.base_model.modules()):
         raise ConfigError(
@@ -206,8 +206,8 @@ def check_moe_losses(model: PreTrainedModel, terms: MoELossConfig, frozen: Set[s
 
 def not_routed(found: str) -> ConfigError:
     return ConfigError(
-        f"model: {found}: of models with experts our engines train {', '.join(ROUTED)}; choose one of them, "
-        "or a dense model."
+        f"model: {found}: the only models with experts that the engines train are {', '.join(ROUTED)}; "
+        "choose one of them, or a dense model."
     )
 
 

@@ -56,9 +56,9 @@ def read_generation_config(folder: Path) -> Json:
 def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save ``tokenizer`` next to the weights and set the bos, eos and pad ids in the configurations.
 
-    Stop tokens of the model are kept besides those of the tokenizer: several in config.json, and all in an
-    existing generation config, which also keeps its other values. Only the config.json of a classifier gets
-    the pad id, because transformers does not train the embedding of the pad id in config.json.
+    If config.json has a list of stop tokens, or there is a generation config, their stop tokens are kept, and
+    those of the tokenizer are added; the generation config also keeps its other values. The pad id is written
+    to config.json only for classifiers, because transformers does not train the embedding of a pad id there.
     """
     tokenizer.save_pretrained(folder)
     config = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -83,7 +83,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def with_stops(found: list[int] | int | None, further: Iterable[int | None]) -> list[int] | int | None:
-    """Return the stop tokens ``found`` in a configuration, after those of ``further`` that it lacks.
+    """Return ``found``, the stop tokens of a configuration, preceded by those of ``further`` that it lacks.
 
     A single token is a number, as in transformers, unless ``found`` is a list.
     """

@@ -139,7 +139,7 @@ def file_hash(path: Path) -> str:
 def stored_names(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor in the folder's safetensors files; empty if there are none.
 
-    As in transformers, a file of the whole model comes before an index.
+    As in transformers, model.safetensors takes precedence over an index.
 
     Raises:
         ConfigError: if the index is malformed, a file that it names is missing, or a single file is
@@ -205,9 +205,10 @@ def quantised(file: Path, name: str, stored: str) -> ConfigError:
 
 
 def widest_dtype(folder: Path) -> torch.dtype:
-    """Return the smallest dtype that has the values of all weights that are to be converted.
+    """Return the smallest dtype that represents the values of all weights that are to be converted exactly.
 
-    Masks may be integers, and the frequencies of older files do not count, as models compute them.
+    Integer tensors, such as masks, are ignored, and so are the rotary frequencies (``inv_freq``) in older
+    files, because models compute these.
 
     Raises:
         ConfigError: if a file is unreadable or has quantised weights, which transformers would convert to

@@ -66,8 +66,8 @@ class TorchClass:
         least = self.options.get("min_8bit_size")
         if isinstance(least, int) and least > prod(SHAPE):
             raise ConfigError(
-                f"optimizer.min_8bit_size: is {least}, but the state of {self.name} is found in updates of a "
-                f"matrix of {prod(SHAPE)} elements; use at most that."
+                f"optimizer.min_8bit_size: is {least}, but the state of {self.name} is found by updating a "
+                f"matrix of {prod(SHAPE)} elements, which must have 8-bit state; use at most {prod(SHAPE)}."
             )
         decays = self.weight_decay or any(group.weight_decay for group in self.groups)
         if decays and "weight_decay" not in arguments(self.optimizer):
@@ -226,8 +226,8 @@ def describe_class(target: type[torch.optim.Optimizer]) -> Callable[..., TorchCl
     have.
 
     Raises:
-        ConfigError: if the class has no learning rate, or has an argument of the name of a key that all
-            optimizers have here.
+        ConfigError: if the class has no learning rate, or has an argument called ``max_grad_norm`` or
+            ``groups``, which are keys of all optimizers here.
     """
     parameters = arguments(target)
     if "lr" not in parameters:

@@ -49,7 +49,7 @@ def check_modes(
         )
     if evaluates and mode in ("plan", "rehearse", "prove"):
         raise ConfigError(
-            f"preflight.mode: is {mode}, which is about train steps, but run.evaluate_only takes none; use "
+            f"preflight.mode: is {mode}, which examines train steps, but run.evaluate_only takes none; use "
             "preflight.mode=only, or run.evaluate_only=false."
         )
     if joined and mode != "check":

@@ -123,7 +123,11 @@ def resolve_reference(
         )
     if choice == "adapter_off" and saved:
         continues = getattr(adapter, "path", None) is not None
-        merge = "merge it (python -m runner.export) and set stage.reference_path, or " if continues else ""
+        merge = (
+            "merge the adapter (python -m runner.export) and set stage.reference_path, or "
+            if continues
+            else ""
+        )
         raise ConfigError(
             "stage.reference: is adapter_off, but adapter.modules_to_save trains whole modules, which cannot "
             f"be switched off; {merge}use stage.reference=frozen or precomputed, which is the model without "

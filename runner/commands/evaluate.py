@@ -35,7 +35,7 @@ _DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
 """Keys that name data sets, which only the option ``data=llamafactory`` has."""
 _CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")
 _OUTSIDE = re.compile(r"\.\.|\$|(?:^|[^\w.-])/")
-"""Parts of a group's option with which it may be a file outside of the folders of Hydra's search path."""
+"""Pattern that matches an option of a group if it may be a file outside of Hydra's search path."""
 _SOURCES = ("train", "sources", "eval", "eval_fraction", "split", "eval_split", "subset", "revision")
 """Keys of ``data`` that say which records are read; another choice of ``data`` brings its own."""
 _DEMO = "components.data.StdlibData"

@@ -111,7 +111,7 @@ def command_line(text: str, path: Path) -> tuple[Json, dict[str, str]]:
     """
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     found: dict[str, str] = {}
-    end = start = 0  # of the launcher's words, and of the script's options
+    end = start = 0  # after the launcher's last word, and of the script's first option
     for number, word in enumerate(words):
         if (script := SCRIPT.search(word)) and not words[number - 1].startswith("--"):
             found["stage"] = "rm" if script[1] == "reward" else script[1]

@@ -94,7 +94,8 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
 def check_unread_options(experiment: Experiment, config: Config, where: ConfigSources) -> None:
     """Raise ConfigError if the command line or an experiment sets an option that nothing reads.
 
-    The options of ``debug`` limit what a run has, whether or not it has it.
+    Options that a file of the group ``debug`` sets are not checked, because these files limit parts, such as
+    evaluation data, that a run need not have.
     """
     for keys, is_read, remedy in READ_IF:
         for key in keys.split():
@@ -122,6 +123,6 @@ def check_planned(experiment: Experiment, where: ConfigSources) -> None:
         group, _, name = key.partition(".")
         if group == "parallelism" and name and name not in (*read, "_target_"):
             raise ConfigError(
-                f"{key} ({where.of(key)}): nothing reads it, because preflight.mode=plan searches for the "
-                "layout of both engines; leave it out, or use preflight.mode=only."
+                f"{key} ({where.of(key)}): nothing reads it, because preflight.mode=plan searches for "
+                "layouts itself; leave it out, or use preflight.mode=only."
             )

@@ -68,7 +68,10 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
 
 
 def completed_record(point: SweepJob) -> RunRecord | None:
-    """Return the record of a job's run if it has completed; a signal may have come in its report."""
+    """Return the record of a job's run, or None if the run has not completed.
+
+    A run that has completed may still end with SystemExit, if a signal arrives during its final report.
+    """
     folder = read_job_record(point.path).folder
     try:
         record = None if folder is None else RunRecord.read(Path(folder))

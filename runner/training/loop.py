@@ -121,7 +121,7 @@ def wants_trial_step(t: TrainContext) -> bool:
 
 
 def take_trial_step(t: TrainContext, num_stages: int = 1) -> int | None:
-    """Run forward and backward on the largest micro-batch of the run, and return the ``peak_memory``.
+    """Run the largest micro-batch and its neighbours forward and backward; return the ``peak_memory``.
 
     A run that needs too much memory fails here, in its first seconds, because the optimizer already has its
     state. The gradients are discarded; weights, optimizer and random state are unchanged afterwards. A

@@ -89,7 +89,7 @@ class StopPolicy:
     def expects_save(self, *, in_background: bool = False) -> Iterator[None]:
         """Measure the duration of a save in the context, and do not count it as part of a step.
 
-        With ``in_background``, it is not that of the whole save, and the estimate remains.
+        With ``in_background``, only a part of the save is measured, so the estimate is kept.
         """
         began = self.clock()
         yield

@@ -557,7 +557,7 @@ def test_a_command_line_of_trl(imported: Run) -> None:
         ("llamafactory", DEEPSPEED.format("sft"), ["rank=2"], ".yaml", "did you mean 'ranks'?"),
         ("llamafactory", DEEPSPEED.format("sft"), ["ranks=0"], ".yaml", "ranks: must be a number"),
         ("llamafactory", DEEPSPEED.format("sft") + "max_steps: many", [], ".yaml", "max_steps: must be"),
-        ("trl", "model_name_or_path: m\ndataset_name: d", [], ".yaml", "add it to the command, as stage=sft"),
+        ("trl", "model_name_or_path: m\ndataset_name: d", [], ".yaml", "add one to the command: stage=sft"),
         ("trl", "sft.py x --learning_rate 1", [], ".txt", "x is not --OPTION"),
         ("trl", "sft.py --dataset_name 'x", [], ".txt", "cannot be parsed"),
         ("trl", "sft.py --dataset_name x", [], ".txt", "model_name_or_path"),

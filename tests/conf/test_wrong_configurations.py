@@ -679,7 +679,7 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "a key of the layout in a search for layouts": (
         ("preflight.mode=plan", "preflight.devices=8", "parallelism=fsdp2", "parallelism.cpu_offload=true"),
         "parallelism.cpu_offload",
-        "preflight.mode=plan searches for the layout",
+        "preflight.mode=plan searches for layouts",
     ),
     "no devices": (("preflight.mode=plan", "preflight.devices=0"), "preflight.devices", "at least 1"),
     "device of a run": (("preflight.device_name=H100",), "preflight.device_name", "preflight.mode=only"),

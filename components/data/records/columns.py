@@ -59,7 +59,7 @@ def _displaced(fields: Mapping[str, object], columns: Mapping[str, str]) -> Iter
 
 
 def check_columns(records: Iterable[tuple[Mapping[str, object], str]], options: RecordOptions) -> None:
-    """Raise RecordError if none of ``records``, with their origins, has a field that ``data.columns`` names.
+    """Raise RecordError if a field that ``data.columns`` names is in none of ``records`` (with origins).
 
     No more records are read than are needed to find all fields.
     """
@@ -76,8 +76,8 @@ def check_columns(records: Iterable[tuple[Mapping[str, object], str]], options: 
         places.append(origin)
     for ours, theirs in missing.items() if places else ():
         raise RecordError(
-            f"{places[0]}: data.columns.{ours}: no record up to {places[-1]} has a field {theirs!r}.\n"
-            f"Use one of their fields: {', '.join(map(str, seen))}."
+            f"{places[0]}: data.columns.{ours}: no record from here to {places[-1]} has a field {theirs!r}.\n"
+            f"Use one of the fields found: {', '.join(map(str, seen))}."
         )
 
 

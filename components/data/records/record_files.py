@@ -170,7 +170,8 @@ def _below(folder: Path) -> Iterator[Path]:
 
     def refuse(error: OSError) -> None:
         raise ConfigError(
-            f"{error.filename}: cannot be read ({error.strerror}). Allow it, or move it out of the data."
+            f"{error.filename}: cannot be read ({error.strerror}). Change its permissions, or move it out of "
+            "the data."
         )
 
     for place, names, files in os.walk(folder, onerror=refuse, followlinks=True):

@@ -122,7 +122,7 @@ class Template:
                 raise self.error(f"does not render message {i}, of the role {message['role']}")
 
     def error(self, what: str, remedy: str = "Change the record") -> RecordError:
-        where = f"model.chat_template, else that of model.tokenizer={self.tokenizer.name_or_path}"
+        where = f"it is model.chat_template, or else that of model.tokenizer={self.tokenizer.name_or_path}"
         return RecordError(
             f"{self.origin}: the chat template {what}.\n{remedy}, or use another template ({where})."
         )
@@ -211,7 +211,7 @@ def _locate(chat: Conversation, turn: int) -> Span:
     if start is None or end is None or start >= end:
         raise chat.template.error(
             f"rewrites the text so that message {turn}, the assistant's, cannot be located in it",
-            "Put {% generation %} marks around its assistant turns",
+            "Put {% generation %} marks around the assistant turns of the template",
         )
     return start, end
 

@@ -51,7 +51,7 @@ def check_liger(model: PreTrainedModel, device: DeviceKind) -> None:
         kind = f"{model.config.model_type} ({type(model).__name__})"
         raise ConfigError(f"run.kernels: liger-kernel does not support {kind}; use run.kernels=torch.")
     unlike = liger_options(model) & {kind for kind, same in liger_mlps(model).items() if not same}
-    if unlike and not moe_blocks(model):  # whose MLPs are not Liger's
+    if unlike and not moe_blocks(model):  # MLPs of models with experts are not replaced
         raise ConfigError(
             f"run.kernels: the {min(unlike)} of liger-kernel does not compute the activation "
             f"{activation(model)} of {model.config.model_type}; use run.kernels=auto, or run.kernels=torch."

@@ -250,11 +250,11 @@ class BlockActivations:
 def mask_bytes(shape: MicrobatchShape, run: RunShape, config: PreTrainedConfig) -> int:
     """Return the bytes of the masks of a row of a micro-batch, of which torch's CPU kernel gets views.
 
-    On a CPU, this is an upper bound if the row is one sequence, or if there is a window. A row of several
-    sequences has as many masks, which together are as wide. A GPU needs masks only in layers with a window,
-    for sequences that are longer, and only without the kernel for packed rows. This is then the mean of all
-    layers, unless attention is recomputed in one after the other, and an upper bound if the row has several
-    sequences. Masks of shared prompts are not included.
+    On a CPU, this is an upper bound if the row is one sequence, or if there is a window. If a row has several
+    sequences, each has a mask, and together they are as wide. On a GPU, masks exist only without the kernel
+    for packed rows, in layers with a window that is shorter than the longest sequence. The result is then
+    the mean over all layers or, if attention is recomputed, the mask of one layer, because only one exists at
+    a time. It is an upper bound if the row has several sequences. Masks of shared prompts are not included.
     """
     text, longest = config.get_text_config(), shape.length
     of, window = attention_shape(config), getattr(text, "sliding_window", None) or longest

@@ -293,9 +293,9 @@ class StepMemory:
     def during_head(self, *, passes_back: bool) -> Bytes:
         """Return the bytes in the output head: in the forward pass, or in the backward pass.
 
-        An all-gather buffer of the last group of blocks exists: in the forward pass that of this pass, and in
-        the backward pass, unless the weights were kept, that for the blocks' backward pass. The result of the
-        last norm is freed after the forward pass.
+        This includes an all-gather buffer of the last group of blocks: in the forward pass, that of this
+        pass; in the backward pass, that for the blocks' backward pass, if the weights were not kept. The
+        result of the last norm is freed after the forward pass.
         """
         reshards = self.layout.reshard_after_forward
         kept, last = () if reshards else self.weights.blocks, self.parts_of(self.groups[-1])

@@ -165,7 +165,7 @@ def step_time(case: Candidate, work: StepWork) -> StepTime:
     cost = comm_cost(case.layout, work.size, comm_inputs(case, work))
     again = cost.recomputed * work.forward
     again += sum(share * work.modules[name] for name, share in cost.recomputed_modules.items())
-    # Forward and backward pass; too much by the shared experts, which get no padding.
+    # Forward and backward pass. Overestimated if there are shared experts, which get no padding.
     again += 3 * cost.padding * work.modules["moe"]
     compute = (work.flops + again) / (case.world_size * device.flops * device.mfu)
     dims = mesh_info(case.layout, case.world_size)["dims"]

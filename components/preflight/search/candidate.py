@@ -113,7 +113,7 @@ class Candidate:
 
     @property
     def host_memory(self) -> int:
-        """Bytes of offloaded state of the ranks of one machine, which has as many of each stage."""
+        """Bytes that the ranks of one machine offload, if it has equally many ranks of every stage."""
         ranks = min(self.world_size, self.device.per_node)
         return sum(size for rank in self.memory for size in rank.host.values()) * ranks // len(self.memory)
 

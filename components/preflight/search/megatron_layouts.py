@@ -37,8 +37,8 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     """Estimate the communication and the pipeline bubble of a step.
 
     With p stages of v chunks each and m micro-batches, a stage is idle for ``p - 1`` of ``m v + p - 1`` time
-    slots (Narayanan et al., 2021, section 2.2). If v > 1, micro-batches of padding are added up to a multiple
-    of p, which are communicated like others, and whose time slots count as idle.
+    slots (Narayanan et al., 2021, section 2.2). If v > 1, micro-batches of padding round m up to a multiple
+    of p. They are communicated like others, and their time slots count as idle.
     """
     tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, step.world_size // layout.model_ranks
     itemsize = step.dtype.itemsize
@@ -99,8 +99,8 @@ def expert_volumes(
 ) -> Iterator[CommVolume]:
     """Estimate the exchange of tokens in the MoE layers of a stage; each rank has ``tokens`` of its own.
 
-    With the all-to-all, each tp rank sends its part of the shared tokens to the experts, and etp ranks gather
-    the parts again. With the all-gather, the ep x etp ranks have all of their tokens, each one once.
+    With the all-to-all, each rank sends copies of its tokens to the ep ranks of their experts, and etp ranks
+    gather what they received. With the all-gather, every rank gets the tokens of all ep x etp ranks, once.
     """
     ep, etp, span = layout.ep, layout.etp, layout.ep * layout.etp
     if span == 1:

@@ -73,10 +73,11 @@ def raise_host_misfit(case: Candidate) -> NoReturn:
     set_here = (f"parallelism.{key}" for key in keys if getattr(case.layout, key, False))
     option = next(set_here, "hook")  # one that averages the weights
     remedies, ranks = describe_fixes(case), min(case.world_size, case.device.per_node)
-    remedy = f"what fits on a rank, the cheapest first: {remedies}" if remedies else "use more machines"
+    fits = f"changes with which it fits on a rank, the cheapest first: {remedies}"
+    remedy = fits if remedies else "use more machines"
     raise ConfigError(
-        f"{option}: {ranks} rank(s) of this machine keep {as_size(case.host_memory)} in its memory, which "
-        f"has {as_size(case.device.host or 0)}; {remedy}, or leave it out."
+        f"{option}: the {ranks} rank(s) of this machine offload {as_size(case.host_memory)} to its memory of "
+        f"{as_size(case.device.host or 0)}; {remedy}; or leave {option} out."
     )
 
 

@@ -37,7 +37,7 @@ def choose_stage(work: Translation, stage: str | None, file: str) -> None:
     chosen = stage or theirs
     if chosen is None:
         raise ConfigError(
-            f"stage: {file} names none; add it to the command, as stage=sft, rm, dpo, kto, orpo or cpo."
+            f"stage: {file} names no stage; add one to the command: stage=sft, rm, dpo, kto, orpo or cpo."
         )
     if not Path(config_dir(), "stage", f"{chosen}.yaml").is_file():
         raise ConfigError(f"stage: {chosen} of {file} does not exist here; give another one, as stage=sft.")

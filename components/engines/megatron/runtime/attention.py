@@ -35,8 +35,8 @@ def packed_seq_params(row: CPShard, device: torch.device | None = None) -> Packe
 
     The boundaries stay on the CPU, where attention reads them without waiting for the GPU, unless ``device``
     is given: transformer-engine's kernels read them on the device. ``max_seqlen`` is the length of mcore's
-    rotary table. mcore keeps the tables of 32 lengths on the GPU, so that the longest span of the aligned row
-    is rounded up to a power of two, unless transformer-engine's kernels read it.
+    rotary table. mcore caches the tables of 32 lengths on the GPU. To limit their number, the longest span of
+    the aligned row is rounded up to a power of two, unless transformer-engine's kernels read it.
     """
     if row.cu_seqlens is None:
         return None

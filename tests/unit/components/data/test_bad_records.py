@@ -141,7 +141,9 @@ def test_a_field_of_columns_may_be_missing_in_the_first_record(
     lines = [json.dumps(GOOD[0]), json.dumps({**GOOD[1], "setting": "Be brief."})]
     prepared = prepare(tmp_path, lines, tokenizer, columns={"system": "setting"})
     assert prepared.audit.train.sources[0].samples == 2
-    with pytest.raises(ConfigError, match=r"no record up to .*:2 has a field 'topic'\.\nUse .*setting\.$"):
+    with pytest.raises(
+        ConfigError, match=r"no record from here to .*:2 has a field 'topic'\.\nUse .*setting\.$"
+    ):
         prepare(tmp_path, lines, tokenizer, columns={"system": "topic"})
 
 

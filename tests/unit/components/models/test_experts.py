@@ -153,5 +153,5 @@ def test_which_losses_depend_on_the_microbatch_size(moe: MoELossConfig, expected
 
 def test_families_that_were_not_compared_are_refused() -> None:
     spec = ModelSpec(architecture={"model_type": "olmoe", **SMALL})
-    with pytest.raises(ConfigError, match="of models with experts our engines train deepseek_v3, mixtral"):
+    with pytest.raises(ConfigError, match="with experts that the engines train are deepseek_v3, mixtral"):
         spec.config()

@@ -350,7 +350,7 @@ def test_offloaded_state_must_fit_the_machine(folder: Path) -> None:
     assert offloads.host_memory == needed > 0
     check_fits(replace(offloads, device=replace(DEVICE, host=needed)))
     little = replace(DEVICE, host=needed - 1)
-    with pytest.raises(ConfigError, match=r"parallelism.cpu_offload: 8 rank\(s\) .* what fits on a rank"):
+    with pytest.raises(ConfigError, match=r"parallelism.cpu_offload: the 8 rank\(s\) .* fits on a rank"):
         check_fits(replace(offloads, device=little))
     assert replace(offloads, device=replace(little, per_node=4)).fits()
 

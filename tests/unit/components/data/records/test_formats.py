@@ -366,7 +366,7 @@ def test_names_of_columns_and_roles() -> None:
     assert normalize(record, options, "f:1") == (ChatSample([S, U, A], None), ["id"])
     check_columns([({"dialog": []}, "f:1"), (record, "f:2")], options)
     with pytest.raises(
-        RecordError, match=r"f:1: data\.columns\.system: no record up to f:2 has a field 'setting'"
+        RecordError, match=r"f:1: data\.columns\.system: no record from here to f:2 has a field 'setting'"
     ):
         check_columns([({"dialog": []}, "f:1"), ({"dialog": []}, "f:2")], options)
     question = RecordOptions(format="alpaca", columns={"prompt": "question", "response": "answer"})

@@ -127,7 +127,9 @@ def test_a_folder_that_may_not_be_entered_is_named(tmp_path: Path, monkeypatch: 
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)  # permission bits do not stop a test that runs as root
-    with pytest.raises(ConfigError, match=r"/b: cannot be read \(Permission denied\). Allow it, or move"):
+    with pytest.raises(
+        ConfigError, match=r"/b: cannot be read \(Permission denied\). Change its permissions, or move"
+    ):
         read_records(str(tmp_path))
 
 
