@@ -306,7 +306,9 @@ def resolved(config: DictConfig, where: ConfigSources) -> Json:
     decode_environment(config)
     evaluates = OmegaConf.select(config, "run.evaluate_only") is True
     if evaluates and "hook" in config and not where.typed("hook"):
-        config.hook = {}  # an evaluation has no hooks, and hooks of an experiment may lack a value
+        # An evaluation has no hooks, and those of an experiment may lack a value. ``check_evaluate_only``
+        # refuses hooks of the command line.
+        config.hook = {}
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         return expand_homes("", plain)  # type: ignore[return-value]

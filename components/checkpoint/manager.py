@@ -94,9 +94,9 @@ class CheckpointManager:
                 torch could not write the tensors for another reason.
         """
         self.wait()
-        target = step_folder(self.folder, state.step)
-        if target == self.current:
+        if self.has_saved(state.step):
             return
+        target = step_folder(self.folder, state.step)
         meta = CheckpointMeta(vars(state).copy(), asdict(self.identity), self.model_only, {})
         tensors = {**engine.tensors(model_only=self.model_only), **others}
         if self.in_background:
@@ -107,8 +107,12 @@ class CheckpointManager:
 
     def update_state(self, state: State) -> None:
         """Write ``state`` into ``current`` if that is the checkpoint of its step; raises as ``save`` does."""
-        if self.current == step_folder(self.folder, state.step):
+        if self.current is not None and self.has_saved(state.step):
             self._attend(partial(self._replace_state, self.current, state))
+
+    def has_saved(self, step: int) -> bool:
+        """Return whether ``current`` is the checkpoint of ``step``."""
+        return self.current == step_folder(self.folder, step)
 
     def _replace_state(self, checkpoint: Path, state: State) -> None:
         found: list[CheckpointMeta] = []

@@ -137,7 +137,7 @@ class RecordSource(ABC):
         """Return the format of the first record or, if bad ones are skipped, of the first that has one.
 
         Raises:
-            ConfigError: if there is no such record.
+            ConfigError: with the fault of the first record, if none of ``records`` has a format.
         """
         faults = []
         for record, origin in records:

@@ -420,8 +420,8 @@ def warn_of_random_weights(model: ModelConfig, adapter: AdapterConfig | None) ->
 
 def warn_of_held_out(fraction: float) -> None:
     log.warning(
-        "data.eval_fraction=%g: the run holds these samples out and does not evaluate them; "
-        "python -m runner.evaluate does.",
+        "data.eval_fraction=%g: this share of the samples is held out, but not evaluated in this run; use "
+        "python -m runner.evaluate.",
         fraction,
     )
 

@@ -329,16 +329,12 @@ class RunPreparation:
 
 
 def without_training(config: Config, where: ConfigSources) -> Config:
-    """Return the config of an evaluation, without the hooks and watched metrics of an experiment file.
-
-    If the command line sets a hook, all hooks are kept, and ``check_evaluate_only`` refuses them later.
+    """Return the config of an evaluation, without the watched metrics of an experiment file.
 
     Raises:
         ConfigError: if the command line sets a metric to watch, or an option that only steps read.
     """
     found = dict(config)
-    if not where.typed("hook"):
-        found["hook"] = {}
     for group, key in (("checkpoint", "keep_best"), ("early_stopping", "metric")):
         found[group] = {**config[group], key: None}
     for name in ("checkpoint.keep_best", "early_stopping.metric", *READ_BY_STEPS):

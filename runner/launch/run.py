@@ -104,9 +104,9 @@ def run_launched(launch: RunPreparation, place: RankInfo, on_folder: Callable[[P
 
 @contextmanager
 def ending(folder: Path, launch: RunPreparation) -> Iterator[SignalHandler]:
-    """Record how the run in the context ends; yield a handler of signals for its report.
+    """Record how the run in the context ends; yield a signal handler to install during its final report.
 
-    A first signal does not interrupt the report, and the run is recorded as completed.
+    The handler does not let a first signal interrupt the report, so that the run is recorded as completed.
 
     Raises:
         SystemExit: with code DONE, when the context is left after such a signal: a sweep starts no other job.

@@ -110,7 +110,7 @@ def take_steps(t: TrainContext) -> None:
 
 
 def ends_unevaluated(t: TrainContext) -> bool:
-    """Return whether a resumed run, given a lower number of steps, ends at once without its evaluation."""
+    """Return whether a run that resumes at its last step, set lower before, lacks its final evaluation."""
     at_end = t.run.eval_at_end and 0 < t.state.step == t.train_data.num_steps
     return at_end and bool(t.eval_data) and t.state.evaluated_step != t.state.step
 
@@ -253,7 +253,8 @@ def eval_batches(t: TrainContext, data: DataLoader) -> Iterator[Sequence[Batch]]
 
 def save_checkpoint(t: TrainContext) -> None:
     t.watchdog.beat(f"saving step {t.state.step}")
-    with t.stop.expects_save(in_background=t.checkpoint.async_save):
+    written = t.checkpoints.has_saved(t.state.step)
+    with t.stop.expects_save(is_whole=not (written or t.checkpoint.async_save)):
         t.checkpoints.save(t.engine, t.state, t.hooks.tensors())
     t.stop.poll()  # a stop requested during the save: no further step begins
 

@@ -145,7 +145,8 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
                 record.write(folder)
             with (
                 reporter(experiment, engine, folder, console, config, record) as report,
-                # The parent knows of the failure before the trackers are closed, which may take seconds.
+                # The failure is reported before the trackers are closed, which may take seconds: the parent
+                # then waits for this rank.
                 reporting_failures(folder) if place.world_size > 1 else nullcontext(),
                 naming_file(folder),
             ):

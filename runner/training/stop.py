@@ -86,18 +86,19 @@ class StopPolicy:
             self.reason = PRUNED
 
     @contextmanager
-    def expects_save(self, *, in_background: bool = False) -> Iterator[None]:
+    def expects_save(self, *, is_whole: bool = True) -> Iterator[None]:
         """Measure the duration of a save in the context, and do not count it as part of a step.
 
-        With ``in_background``, only a part of the save is measured, so the estimate is kept.
+        Unless it ``is_whole``, because it was written before or is written in the background, the estimate is
+        kept.
         """
         began = self.clock()
         yield
         self.since = self.clock()
-        if in_background:
-            self.longest_save = max(self.longest_save, self.since - began)
-        else:
+        if is_whole:
             self.expect_save(self.since - began)
+        else:
+            self.longest_save = max(self.longest_save, self.since - began)
 
     def expect_save(self, save_s: float) -> None:
         """Expect saves to take ``save_s`` seconds, if that is the longest; 0 means that none was measured."""

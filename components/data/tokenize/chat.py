@@ -227,10 +227,10 @@ def _encoded(chat: Conversation, spans: list[Span]) -> Encoded:
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token with which the chat template ends an assistant turn.
+    """Return the id of the special token with which the chat template ends an assistant turn.
 
-    None means that there is no such token: the tokenizer has no template, the template does not end a turn
-    with a special token, or it cannot be trained on.
+    None means that the tokenizer has no chat template, that its template ends a turn with other text, or that
+    no assistant turn can be located in what it writes.
     """
     chat: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:

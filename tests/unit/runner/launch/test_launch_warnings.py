@@ -31,6 +31,18 @@ def test_an_adapter_on_random_weights_is_named(
     assert ("the frozen weights below the adapter are random" in text) == warned
 
 
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_samples_that_no_evaluation_reads_are_named(
+    evaluates: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may be held out for a later one."""
+    texts = tmp_path / "texts.txt"
+    texts.write_text("one\ntwo\nthree\nfour\n")
+    data = ("stage=pt", "data=files", f"data.train={texts}", "data.eval_fraction=0.25")
+    text = said((*data, f"run.eval_at_end={str(evaluates).lower()}"), tmp_path, capsys)
+    assert ("data.eval_fraction=0.25: this share of the samples is held out" in text) != evaluates
+
+
 @pytest.mark.parametrize(("every", "warned"), [(4, False), (5, True)])
 def test_a_reference_that_no_step_reaches_is_named(
     every: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,5 +1,6 @@
 """When an evaluation is due, and one that a stop has put off, after the checkpoint of its step."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import pytest
 
 from components.checkpoint.folder import best_checkpoint, step_folder
+from runner.signals import SignalHandler
 from runner.training import loop
 from runner.training.state import TrainState
+from runner.training.stop import StopPolicy
 from tests.unit.components.checkpoint.test_manager import FakeEngine, policy
 
 
@@ -35,6 +38,17 @@ def test_its_checkpoint_learns_that_it_is_the_best(tmp_path: Path, monkeypatch: 
     assert best_checkpoint(tmp_path / "checkpoints") == step_folder(tmp_path / "checkpoints", 3)
     assert requests == {"evaluate"}, "its request is not left for the next step"
     assert TrainState.read(step_folder(tmp_path / "checkpoints", 3)) == state
+
+
+@pytest.mark.parametrize(("written", "in_background"), [(False, False), (True, False), (False, True)])
+def test_a_save_that_writes_nothing_says_nothing_of_the_next(written: bool, in_background: bool) -> None:
+    checkpoints = SimpleNamespace(has_saved=lambda _: written, save=lambda *_: time.sleep(0.001))
+    t: Any = SimpleNamespace(checkpoints=checkpoints, state=TrainState(step=8), engine=None)
+    t.hooks, t.watchdog = SimpleNamespace(tensors=dict), SimpleNamespace(beat=str)
+    t.checkpoint = SimpleNamespace(async_save=in_background)
+    t.stop = StopPolicy(lambda value: value, SignalHandler(str), save_s=600)
+    loop.save_checkpoint(t)
+    assert t.stop.estimated_save == (600 if written or in_background else 0)
 
 
 @pytest.mark.parametrize(

@@ -135,12 +135,12 @@ def test_a_measured_save_replaces_the_estimate() -> None:
         save(stop, clock)
         return stop.poll()
 
-    def saved(stop: StopPolicy, clock: Clock, *, in_background: bool) -> None:
-        with stop.expects_save(in_background=in_background):
+    def saved(stop: StopPolicy, clock: Clock, *, is_whole: bool) -> None:
+        with stop.expects_save(is_whole=is_whole):
             clock.now += 60
 
-    assert after(partial(saved, in_background=False)) is None
-    assert after(partial(saved, in_background=True)) == "run.max_time", "it is still being written"
+    assert after(partial(saved, is_whole=True)) is None
+    assert after(partial(saved, is_whole=False)) == "run.max_time", "it is still being written"
     assert after(lambda stop, _: stop.expect_save(0.0)) == "run.max_time"
     assert after(lambda stop, _: stop.expect_save(60.0)) is None
 
