@@ -78,7 +78,7 @@ def test_a_folder_with_packages_called_as_ours(programs: Path, tmp_path: Path) -
         (tmp_path / name).write_text(f"raise ValueError('{name} of the user')")
     (tmp_path / "my_loss.py").write_text(MY_LOSS)
     write_chats(tmp_path / "chats.jsonl")
-    data = ("data=files", "data.train=chats.jsonl")
+    data = ("data=files", "data.train=chats.jsonl", "data.max_eval_samples=null")
     ranks = ("parallelism=fsdp2", "parallelism.dp=2", "run.export=false")
     jobs = ("-m", "hydra/launcher=local", "run.seed=1")
     command = [programs / "samecurve", *jobs, *SMALL, *data, *ranks, "stage._target_=my_loss.Mine"]
