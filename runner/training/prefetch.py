@@ -2,6 +2,8 @@
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
+
 from components.contracts.batch import Batch
 from components.contracts.data import BatchStats, DataLoader
 
@@ -9,13 +11,16 @@ from components.contracts.data import BatchStats, DataLoader
 class Prefetched:
     """A ``DataLoader`` that builds the micro-batches of the next step during the current one.
 
-    With ``pin`` they are in page-locked memory, from which they can be copied to a GPU asynchronously. The
-    micro-batches of a step that was not prefetched (the first, or one after a jump) are built on request.
+    If ``device`` is not the CPU, they are in page-locked memory, from which they can be copied to it
+    asynchronously. The micro-batches of a step that was not prefetched (the first, or one after a jump) are
+    built on request.
     """
 
-    def __init__(self, loader: DataLoader, *, pin: bool) -> None:
-        self._loader, self._pin = loader, pin
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    def __init__(self, loader: DataLoader, device: torch.device) -> None:
+        self._loader, self._pin = loader, device.type != "cpu"
+        # A new thread begins on GPU 0, where page-locking could create a CUDA context of every local rank.
+        select = torch.accelerator.set_device_index if self._pin else lambda _: None
+        self._thread = ThreadPoolExecutor(1, "prefetch", initializer=select, initargs=(device,))
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
     @property

@@ -319,7 +319,7 @@ def build_loop(
         loader = open_stream(experiment, engine, shard, folder / "stream", record, state)
     else:
         loader = data.train_loader(shard, cache)
-    train_data = Prefetched(loader, pin=engine.device.type != "cpu")
+    train_data = Prefetched(loader, engine.device)
     eval_data = data.eval_loaders(shard, cache)
     if run.evaluate_only:
         report.start_evaluation(sum(each.num_steps for each in eval_data.values()))

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from components.engines.megatron.compat import cpu, no_te
+from components.engines.megatron.compat import cpu, no_te, pipeline_sends
 from components.engines.megatron.compat.patching import find
 from components.engines.shared.process_group import init_process_group
 
-PATCHES = [patch for patch in (*cpu.PATCHES, *no_te.PATCHES) if patch.applies]
+ANY_DEVICE = (*no_te.PATCHES, *pipeline_sends.PATCHES)
+PATCHES = [patch for patch in (*cpu.PATCHES, *ANY_DEVICE) if patch.applies]
 SYMBOLS = list(chain.from_iterable(patch.symbols for patch in PATCHES))
 
 

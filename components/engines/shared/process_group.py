@@ -1,6 +1,7 @@
 """Joining and leaving the process group of a run."""
 
 import ctypes
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +30,7 @@ def init_process_group(kind: DeviceKind) -> torch.device:
     remain in the store. A process that was not launched is the only rank and needs no network.
     """
     place, device = RankInfo.read(), torch.device("cpu")
+    allow_open_files()
     if kind == "cpu":
         keep_freed_memory()
     else:
@@ -49,6 +51,16 @@ def init_process_group(kind: DeviceKind) -> torch.device:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files as far as it may, for gloo's connection to every other rank.
+
+    Each group has connections of its own, and some hundreds of ranks exceed the usual limit of 1,024 files.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY:  # macOS refuses it for files
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager

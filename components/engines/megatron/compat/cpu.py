@@ -100,17 +100,6 @@ def chunks_of_rank(_: object) -> Callable[[Tensor, int, dist.ProcessGroup], Tens
     return own_chunks
 
 
-def keep_sent_tensors(original: Callable[..., object]) -> Callable[..., object]:
-    @wraps(original)
-    def send_aliases(**tensors: object) -> object:
-        for name in ("tensor_send_prev", "tensor_send_next"):
-            if isinstance(tensor := tensors[name], Tensor):
-                tensors[name] = tensor.detach()
-        return original(**tensors)
-
-    return send_aliases
-
-
 PATCHES = (
     Patch(
         symbols=("torch.cuda.current_device",),
@@ -176,12 +165,6 @@ PATCHES = (
         ),
         why="takes torch.cuda.FloatTensor and its kin alone, by Tensor.type",
         replace=during(Tensor, "type", name_cuda_type),
-    ),
-    Patch(
-        symbols=("megatron.core.pipeline_parallel.p2p_communication._p2p_ops",),
-        why="gloo reads a tensor until it is sent, but the schedules swap its data as soon as they may on "
-        "CUDA, where the stream orders both: the receiver would get what lies there next",
-        replace=keep_sent_tensors,
     ),
     *cpu_moe.PATCHES,
 )

@@ -41,7 +41,7 @@ def number(batches: list[Batch]) -> int:
 
 def test_the_next_step_is_made_ahead_in_another_thread() -> None:
     loader = Loader()
-    ahead = Prefetched(loader, pin=False)
+    ahead = Prefetched(loader, torch.device("cpu"))
     assert number(ahead.microbatches(0)) == 0
     assert number(ahead.microbatches(1)) == 1
     assert [step for step, _ in loader.made] == [0, 1]
@@ -50,14 +50,14 @@ def test_the_next_step_is_made_ahead_in_another_thread() -> None:
 
 def test_any_step_can_be_asked_for() -> None:
     """Steps may be read in any order, as for a resumed run, and no batch is made beyond the last step."""
-    ahead = Prefetched(Loader(), pin=False)
+    ahead = Prefetched(Loader(), torch.device("cpu"))
     assert [number(ahead.microbatches(step)) for step in (3, 0, 0, 1, 3)] == [3, 0, 0, 1, 3]
     assert ahead.num_steps == 4
     assert ahead.epoch(2) == 0.5
 
 
 def test_an_error_shows_in_its_own_step() -> None:
-    ahead = Prefetched(Loader(), pin=False)
+    ahead = Prefetched(Loader(), torch.device("cpu"))
     assert number(ahead.microbatches(1)) == 1
     with pytest.raises(OSError, match="torn"):
         ahead.microbatches(2)
@@ -68,6 +68,12 @@ def test_all_that_is_copied_to_a_gpu_is_page_locked(monkeypatch: pytest.MonkeyPa
     """Tensors are recorded here in place of page-locking them, which needs a GPU."""
     pinned: dict[int, Tensor] = {}
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.setdefault(id(tensor), tensor))
-    (batch,) = Prefetched(Loader(), pin=True).microbatches(1)
+    selected: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda on: selected.append((on, threading.get_ident()))
+    )
+    loader, device = Loader(), torch.device("cuda", 3)
+    (batch,) = Prefetched(loader, device).microbatches(1)
+    assert selected == [(device, loader.made[0][1])]
     assert batch.label_index is not None
     assert all(id(value) in pinned for value in vars(batch).values() if isinstance(value, Tensor))

@@ -1,5 +1,6 @@
 """The timeout of collectives when a peer is missing."""
 
+import resource
 from datetime import timedelta
 
 import pytest
@@ -21,6 +22,17 @@ def test_it_waits_longer_than_the_watchdog_in_every_group(timeout_s: float, expe
             assert backend.options._timeout == timedelta(seconds=expected_s)
     finally:
         process_group.destroy_process_group()
+
+
+def test_ranks_may_open_as_many_files_as_the_system_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        process_group.init_process_group("cpu")
+        process_group.destroy_process_group()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_building_of_an_engine_has_other_timeouts_than_its_run() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import components.engines.megatron.runtime  # noqa: F401  installs the patches
 from components.checkpoint.dcp import save_tensors
-from components.engines.megatron.compat import cpu, no_te
+from components.engines.megatron.compat import cpu
 from components.engines.megatron.compat import warnings as quiet
 from components.engines.megatron.compat.patching import Patch
 from components.engines.megatron.runtime.attention import CoreAttention
@@ -33,6 +33,7 @@ from tests.distributed.cases import (
     step,
 )
 from tests.distributed.megatron_patches_cases import (
+    ANY_DEVICE,
     SYMBOLS,
     parts_of_different_sizes,
     sent_while_freed,
@@ -333,7 +334,7 @@ def test_megatron_works_with_the_patch_and_not_without(symbol: str) -> None:
 
 
 def test_every_symbol_has_a_test() -> None:
-    patched = [symbol for patch in (*cpu.PATCHES, *no_te.PATCHES) for symbol in patch.symbols]
+    patched = [symbol for patch in (*cpu.PATCHES, *ANY_DEVICE) for symbol in patch.symbols]
     assert sorted(patched) == sorted(PROBES.keys() | TWO_RANKS)
 
 
@@ -347,6 +348,7 @@ def test_stages_agree_on_tied_embeddings(megatron_pair: Ranks) -> None:
 def test_what_is_sent_outlives_what_the_schedule_frees(megatron_pair: Ranks) -> None:
     assert megatron_pair.run(sent_while_freed, None) == [True, True]
     assert megatron_pair.run(sent_while_freed, P2P) == [True, False]
+    assert P2P in {symbol for patch in ANY_DEVICE for symbol in patch.symbols}
 
 
 def test_parts_of_different_sizes_are_exchanged(megatron_pair: Ranks) -> None:
