@@ -83,11 +83,12 @@ class CheckpointManager:
             self.on_saved = None  # hooks exchange data, and other ranks may still be in the step that failed
             self._attend(self._finish, stop=False)
 
-    def save(self, engine: Engine, state: State, others: Mapping[str, Tensor] = {}) -> None:
+    def save(self, engine: Engine, state: State, others: Mapping[str, Tensor] = {}) -> bool:
         """Save ``engine``, ``state`` and ``others``, unless ``current`` is the checkpoint of this step.
 
-        With ``in_background``, the call waits for the previous save and returns after copying the tensors. A
-        failure of the new save is then raised by a later call.
+        Return whether the call has written the whole checkpoint. With ``in_background``, it waits for the
+        previous save and returns after copying the tensors. A failure of the new save is then raised by a
+        later call.
 
         Raises:
             TrainingError: on every rank, if the disk of some rank failed and ``on_error`` is ``stop``, or if
@@ -95,15 +96,16 @@ class CheckpointManager:
         """
         self.wait()
         if self.has_saved(state.step):
-            return
+            return False
         target = step_folder(self.folder, state.step)
         meta = CheckpointMeta(vars(state).copy(), asdict(self.identity), self.model_only, {})
         tensors = {**engine.tensors(model_only=self.model_only), **others}
         if self.in_background:
             write = partial(self._write, target, meta, self.background.group)
             self.background.start(write, tensors)
-        else:
-            self._attend(lambda: self._write(target, meta, None, tensors))
+            return False
+        self._attend(lambda: self._write(target, meta, None, tensors))
+        return self.has_saved(state.step)
 
     def update_state(self, state: State) -> None:
         """Write ``state`` into ``current`` if that is the checkpoint of its step; raises as ``save`` does."""

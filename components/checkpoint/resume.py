@@ -50,13 +50,13 @@ class RunIdentity:
 
 REMEDIES = {
     "model": "model: the checkpoint is of another model; use the one it was written with",
-    "optimizer": "set optimizer={theirs}",
+    "optimizer": "its optimizer was {theirs}; use the optimizer options of its run (in its config.yaml)",
     "seed": "set run.seed={theirs}",
     "reference": "the reference model was {theirs}; set checkpoint.init_from, model.init, model.path, "
     "model.revision, stage.reference_path, stage.sync_reference_* and run.seed to it",
     "trained": "adapter, model.freeze, model.train_only: other parameters were trained; use those of its run",
-    "base": "model: the frozen weights are not those of its run (model.path or run.seed has changed); use "
-    "the same",
+    "base": "model: the frozen weights are not those of its run (checkpoint.init_from, model.path or "
+    "run.seed has changed); use the same",
     "global_batch_size": "set run.global_batch_size={theirs}",
     "data": "data: the samples, the tokenizer or an option that shapes batches differ; use those of its run",
 }

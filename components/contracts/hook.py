@@ -45,7 +45,9 @@ class HookRun:
     resumed_from: Path | None
     """The checkpoint that the run has started from. None means that it began at step 0."""
     log: Callable[[Mapping[str, float]], None]
-    """Function that writes metrics of the current step to the trackers. It does nothing except on rank 0."""
+    """Function that writes metrics of step ``state.step`` to the trackers. It does nothing except on rank 0.
+
+    In ``before_update``, this is still the previous step: keep the values of a step for ``after_step``."""
     log_table: Callable[[str, Sequence[Mapping[str, str]]], None]
     """Function that writes a named table of texts to the trackers. It does nothing except on rank 0."""
     name: str = ""

@@ -354,9 +354,9 @@ class Data(ABC):
             return max_steps
         assert epochs is not None
         if len(steps) == 1:
-            return math.ceil(steps[0] * epochs)  # a fraction is rounded up, as in transformers
+            return _whole_steps(steps[0] * epochs)
         last = epochs - (len(steps) - 1)
-        return sum(steps[:-1]) + math.ceil(steps[-1] * last)
+        return sum(steps[:-1]) + _whole_steps(steps[-1] * last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +370,11 @@ class StdlibData(Data):
 
     def eval_sources(self) -> Mapping[str, Source]:
         return {"eval": StdlibSource("eval", self.max_eval_samples)}
+
+
+def _whole_steps(steps: float) -> int:
+    """Round a fraction up, as transformers does, but not the error of a product such as 50 * 1.1."""
+    return math.ceil(round(steps, 6))
 
 
 def _flags(chosen: Ints, number: int) -> Bools:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from components.adapters import LoRA
 from components.checkpoint.async_save import view_of, wrap_like
+from components.checkpoint.dcp import saved_keys
 from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.engine import Engine, StepResult
 from components.contracts.errors import ConfigError
@@ -49,7 +50,8 @@ class EMA(Hook):
     def begin(self, run: HookRun) -> None:
         if not isinstance(run.adapter, LoRA | None):
             raise ConfigError("hook.ema: cannot export the average of an adapter of your own; leave it out.")
-        self.saved = run.resumed_from  # a run that was killed before its export has no further step
+        # A run that was killed before its export has no further step.
+        self.saved = run.resumed_from if has_average(run.resumed_from, run.name) else None
         self.average: dict[str, Tensor] = {}
         self.copies: dict[str, Tensor] = {}
         """The memory of the averages, by the name of the first weight in it. Fused weights share theirs."""
@@ -75,7 +77,10 @@ class EMA(Hook):
 
         The export is in the run folder, in a folder with the name of the hook.
         """
-        if not completed or self.saved is None:
+        if not completed:
+            return
+        if self.saved is None:
+            log.info("hook.%s: no checkpoint has its average, so none is exported", run.name)
             return
         assert isinstance(run.model, ModelSpec)
         assert isinstance(run.adapter, LoRA | None)
@@ -92,6 +97,10 @@ class EMA(Hook):
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self.average
+
+
+def has_average(checkpoint: Path | None, hook: str) -> bool:
+    return checkpoint is not None and any(key.startswith(f"hook/{hook}/") for key in saved_keys(checkpoint))
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ class TensorboardLogger:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         folder = start.folder / "tensorboard"
-        purge_step = start.step + 1 if folder.is_dir() else None
+        purge_step = (start.step and start.step + 1) if folder.is_dir() else None
         self._config = start.config
         self._writer = SummaryWriter(str(folder), flush_secs=flush_secs, purge_step=purge_step)
         text = json.dumps(start.config, indent=2, default=str)

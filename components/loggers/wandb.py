@@ -57,9 +57,9 @@ class WandbLogger:
     def _accepted(self, step: int) -> int | None:
         """Return the step with which the server accepts values of ``step``, or None if it has them.
 
-        The values of the step at which a run resumed are those of an evaluation that it owed.
+        The values of the step at which a run resumed are those of an evaluation that it owed, except step 0.
         """
-        if step == self._resumed_at:
+        if 0 < step == self._resumed_at:
             return max(step, self._first_step)
         return step if step >= self._first_step else None
 

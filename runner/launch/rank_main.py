@@ -57,10 +57,13 @@ def main() -> None:
 
     try:
         if (folder / "proof.json").exists():
-            from runner.training.proof_rank import prove_rank as run_rank
+            from runner.training.proof_rank import prove_rank
+
+            prove_rank(folder, give_up)
         else:
             from runner.training.rank import run_rank
-        run_rank(folder, give_up)
+
+            run_rank(folder, give_up)
     except BaseException as error:  # noqa: BLE001  the parent prints it; nothing is swallowed
         code = FAILED
         try:

@@ -18,15 +18,17 @@ from runner.records.run_record import METRICS, RunRecord, logged_results
 log = logging.getLogger("runner")
 
 
-def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
+def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> int:
     """Call ``run_workers``, and call it again after each failure, at most ``max_restarts`` more times.
+
+    Return the number of the stop signal that came during the last call, or 0.
 
     Raises:
         TrainingError: if the last attempt fails, or any attempt raises a NonRetryableError.
     """
     for number in range(1, max_restarts + 1):
         try:
-            run_workers(folder, world_size)
+            return run_workers(folder, world_size)
         except NonRetryableError:
             raise
         except TrainingError as error:
@@ -35,9 +37,7 @@ def run_with_restarts(folder: Path, world_size: int, max_restarts: int) -> None:
                 log.info("%s", error)
             first = str(error).splitlines()[0]
             print(f"restart {number} of {max_restarts}, from step {step}: {first}", file=sys.stderr)
-        else:
-            return
-    run_workers(folder, world_size)
+    return run_workers(folder, world_size)
 
 
 def go_back(folder: Path, restarts: int) -> int:

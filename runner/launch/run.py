@@ -71,9 +71,9 @@ def run(
         on_folder(folder)
         with ending(folder, launch) as late_signal:
             if launch.world_size > 1 or restarts:
-                run_with_restarts(folder, launch.world_size, restarts)
+                late_signal.number = run_with_restarts(folder, launch.world_size, restarts)
             else:
-                run_rank(folder)
+                late_signal.number = run_rank(folder)
             with handling(late_signal):
                 return finish(launch, folder)
 
@@ -97,7 +97,7 @@ def run_launched(launch: RunPreparation, place: RankInfo, on_folder: Callable[[P
         return RunRecord.read(folder).results.final_loss()
     with ending(folder, launch) as late_signal:
         with reporting_failures(folder):
-            run_rank(folder, give_up)
+            late_signal.number = run_rank(folder, give_up)
         with handling(late_signal):
             return finish(launch, folder)
 
@@ -107,6 +107,7 @@ def ending(folder: Path, launch: RunPreparation) -> Iterator[SignalHandler]:
     """Record how the run in the context ends; yield a signal handler to install during its final report.
 
     The handler does not let a first signal interrupt the report, so that the run is recorded as completed.
+    Its number is also set if a signal came after the last step, such as during the export.
 
     Raises:
         SystemExit: with code DONE, when the context is left after such a signal: a sweep starts no other job.

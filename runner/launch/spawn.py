@@ -32,10 +32,10 @@ GRACE_S = 2.0
 Ranks = Sequence["subprocess.Popen[bytes]"]
 
 
-def run_workers(folder: Path, world_size: int) -> None:
+def run_workers(folder: Path, world_size: int) -> int:
     """Run ``python -m runner.launch.rank_main FOLDER`` for every rank; return when all have succeeded.
 
-    The first signal is passed on to the ranks, which save a checkpoint and end.
+    The first signal is passed on to the ranks, which save a checkpoint and end. Return its number, or 0.
 
     Raises:
         TrainingError: if a rank failed, after all other ranks have been ended. The message has the traceback
@@ -56,6 +56,7 @@ def run_workers(folder: Path, world_size: int) -> None:
         request = SignalHandler(lambda number: forward_signal(number, ranks))
         with handling(request):
             wait_for_ranks(folder, ranks, request)
+    return request.number
 
 
 def start_rank(

@@ -113,11 +113,13 @@ def versions() -> dict[str, str]:
 
 
 def write_code_diff(folder: Path) -> None:
-    """Write the uncommitted changes of this code's checkout to ``code.diff``, if there are any."""
+    """Write the uncommitted changes of this code's checkout to ``code.diff``; remove it if there are none."""
     plain = ("--no-ext-diff", "--no-color", "--binary")  # whatever the user's configuration of git says
     diff = git("diff", *plain, "HEAD") if git_commit() is not None else None
     if diff:
         write_atomic(folder / "code.diff", diff)
+    else:  # an earlier start of the run may have written one
+        (folder / "code.diff").unlink(missing_ok=True)
 
 
 def git_commit() -> str | None:

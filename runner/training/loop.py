@@ -253,9 +253,9 @@ def eval_batches(t: TrainContext, data: DataLoader) -> Iterator[Sequence[Batch]]
 
 def save_checkpoint(t: TrainContext) -> None:
     t.watchdog.beat(f"saving step {t.state.step}")
-    written = t.checkpoints.has_saved(t.state.step)
-    with t.stop.expects_save(is_whole=not (written or t.checkpoint.async_save)):
-        t.checkpoints.save(t.engine, t.state, t.hooks.tensors())
+    began = t.stop.clock()
+    is_whole = t.checkpoints.save(t.engine, t.state, t.hooks.tensors())
+    t.stop.record_save(t.stop.clock() - began, is_whole=is_whole)
     t.stop.poll()  # a stop requested during the save: no further step begins
 
 

@@ -69,12 +69,12 @@ log = logging.getLogger("runner")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
-def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> None:
+def run_rank(folder: Path, give_up: Callable[[TrainingError], object] = end_process) -> int:
     """Train, evaluate, save and export; every rank of the run calls this function with the same folder.
 
     If the trial step of a run of one rank needs too much memory and ``run.micro_batch_size`` is auto, the
     run begins again with a smaller size. ``give_up`` ends the process if there is no progress for
-    ``run.hang_timeout_s`` seconds.
+    ``run.hang_timeout_s`` seconds. Return the number of the stop signal that the rank has received, or 0.
 
     Raises:
         TrainingError: if the run fails, for example because a file cannot be written. It is a
@@ -114,7 +114,7 @@ def lower_micro_batch_size(folder: Path) -> bool:
     return True
 
 
-def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]) -> None:
+def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]) -> int:
     """Run this rank with the micro-batch size in the config of ``folder``; see ``run_rank``."""
     config, record = read_run_config(folder), RunRecord.read(folder)
     experiment = build_experiment(config, ConfigSources())
@@ -174,9 +174,11 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
                     if run.export:
                         with naming_file(folder / "export"):
                             engine.export(folder / "export")
+                watchdog.beat("in the hooks at the end of the run")
                 training.hooks.call("end", completed=report.stopped is None)
                 if main:  # hooks may have logged metrics
                     replace(record, results=report.results).write(folder)
+    return requested.number
 
 
 def with_trial_step(training: TrainContext, record: RunRecord) -> RunRecord:

@@ -8,8 +8,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from runner.signals import SignalHandler
 
@@ -85,20 +84,15 @@ class StopPolicy:
         if self.agree(float(pruned)):
             self.reason = PRUNED
 
-    @contextmanager
-    def expects_save(self, *, is_whole: bool = True) -> Iterator[None]:
-        """Measure the duration of a save in the context, and do not count it as part of a step.
+    def record_save(self, save_s: float, *, is_whole: bool = True) -> None:
+        """Record the duration of a save that has just ended, and do not count it as part of a step.
 
-        Unless it ``is_whole``, because it was written before or is written in the background, the estimate is
-        kept.
+        Unless it ``is_whole``, because it failed, was written before or is written in the background, the
+        estimate is kept.
         """
-        began = self.clock()
-        yield
-        self.since = self.clock()
+        self.since, self.longest_save = self.clock(), max(self.longest_save, save_s)
         if is_whole:
-            self.expect_save(self.since - began)
-        else:
-            self.longest_save = max(self.longest_save, self.since - began)
+            self.expect_save(save_s)
 
     def expect_save(self, save_s: float) -> None:
         """Expect saves to take ``save_s`` seconds, if that is the longest; 0 means that none was measured."""

@@ -99,6 +99,15 @@ def test_a_killed_run_still_exports_its_average(tmp_path: Path) -> None:
     assert equal(load_file(run / "average" / "model.safetensors"), expected)
 
 
+def test_an_average_that_no_checkpoint_has_is_not_exported(tmp_path: Path) -> None:
+    options = (*RUN, "run.max_steps=1", "checkpoint.save_every=1")
+    run = run_here(tmp_path, *options)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"ended": None, "final_step": None}))
+    assert run_here(tmp_path, *options, "hook=ema", "checkpoint.resume=auto") == run
+    assert not (run / "ema").exists()
+
+
 NORMS = (*RUN, "hook=[gradient_stats]", "optimizer.max_grad_norm=0.1", "run.max_steps=2")
 
 

@@ -321,6 +321,8 @@ def test_no_evaluation(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
         (None, 0.5, False, 6),
         (None, 2.25, False, 25),
         (None, 0.01, False, 1),
+        (None, 0.6, True, 6),
+        (None, 4.1, True, 41),
         (25, None, False, 25),
         (3, 7, False, 3),
         (22, None, False, 22),
@@ -342,6 +344,12 @@ def test_steps_and_epochs(
     prepared = prepare(data, tokenizer, max_steps=max_steps, epochs=epochs)
     assert (prepared.num_steps, len(list(Path(prepared.train.plans).glob("epoch_*")))) == (steps, 1)
     assert prepared.train_loader(ONE_RANK).num_steps == steps
+
+
+def test_an_error_of_rounding_adds_no_step(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    data = FilesData(train=write_texts(tmp_path / "train.jsonl", 200), packing="none")
+    assert 50 * 1.1 > 55
+    assert prepare(data, tokenizer, epochs=1.1).num_steps == 55
 
 
 @pytest.mark.parametrize("packing", ["concat", "none"])

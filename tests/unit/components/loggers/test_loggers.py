@@ -163,6 +163,19 @@ def test_tensorboard_goes_on_after_the_checkpoint(run_dir: Path) -> None:
     assert scalars(run_dir / "tensorboard")["train/loss"] == [(1, 11.0), (2, 2.0)]
 
 
+def test_a_restart_from_the_beginning_replaces_the_first_evaluation(run_dir: Path) -> None:
+    for loss in (10.0, 9.0):
+        logger = Tensorboard().open(RunInfo(run_dir, CONFIG))
+        logger.log({"step": 0, "eval/loss": loss})
+        logger.finish(RunResult("failed", {}, "killed"))
+    assert scalars(run_dir / "tensorboard")["eval/loss"] == [(0, 9.0)]
+    with mock.patch("wandb.init") as init:
+        run = init.return_value
+        run.id, run.starting_step = "abc", 50
+        Wandb().open(RunInfo(run_dir, CONFIG)).log({"step": 0, "eval/loss": 9.0})
+    assert not run.log.called, "the server has the evaluation of step 0"
+
+
 def test_a_new_run_logs_every_step(run_dir: Path) -> None:
     with mock.patch("wandb.init") as init:
         run = init.return_value

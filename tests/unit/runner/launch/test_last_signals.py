@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from components.contracts.errors import TrainingError
+from runner.config.sources import ConfigSources
 from runner.launch import run, slurm_env
 from runner.launch.spawn import wait_for_ranks
 from runner.records.failures import failure_path, read_failure_report, report_failure
@@ -38,6 +39,24 @@ def test_a_first_signal_does_not_interrupt_the_report(tmp_path: Path, signals: i
     assert RunRecord.read(tmp_path).ended == "completed"
     job = read_job_record(point.path)
     assert (job.status, job.loss) == ("completed", 2.5)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_job_begins_after_a_signal_in_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    launch: Any = SimpleNamespace(world_size=processes, resources=nullcontext(), console=None, notes=())
+    modes = {"preflight": SimpleNamespace(mode="check"), "run": SimpleNamespace(max_restarts=0)}
+    launch.experiment = SimpleNamespace(**modes)
+    monkeypatch.setattr(run, "check_launch", lambda *_: launch)
+    monkeypatch.setattr(run, "prepare", lambda _: tmp_path)
+    monkeypatch.setattr(run, "finish", lambda *_: 2.5)
+    for train in ("run_rank", "run_with_restarts"):
+        monkeypatch.setattr(run, train, lambda *_: signal.SIGTERM)
+    RunRecord().write(tmp_path)
+    with pytest.raises(SystemExit, match="0"):
+        run.run({}, ConfigSources(), (), 0.0)
+    assert RunRecord.read(tmp_path).ended == "completed"
 
 
 @pytest.mark.parametrize(("step", "queued"), [(0, True), (3, False)])

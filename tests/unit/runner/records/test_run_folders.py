@@ -33,6 +33,16 @@ def test_the_newest_folder_is_the_last_even_if_the_clock_is_set_back(
     assert sorted(made, key=run_order) == made
 
 
+def test_changes_of_an_earlier_start_do_not_stay_beside_another_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_dir, "git_commit", lambda: "abc")
+    for diff in ("+ a line", ""):
+        monkeypatch.setattr(run_dir, "git", lambda *_, diff=diff: diff)
+        run_dir.write_code_diff(tmp_path)
+        assert (tmp_path / "code.diff").exists() == bool(diff)
+
+
 def test_one_process_holds_a_folder_until_it_ends(tmp_path: Path) -> None:
     with locked(tmp_path):
         with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()} on"), locked(tmp_path):

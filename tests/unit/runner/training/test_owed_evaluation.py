@@ -1,6 +1,5 @@
 """When an evaluation is due, and one that a stop has put off, after the checkpoint of its step."""
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,15 +39,21 @@ def test_its_checkpoint_learns_that_it_is_the_best(tmp_path: Path, monkeypatch: 
     assert TrainState.read(step_folder(tmp_path / "checkpoints", 3)) == state
 
 
-@pytest.mark.parametrize(("written", "in_background"), [(False, False), (True, False), (False, True)])
-def test_a_save_that_writes_nothing_says_nothing_of_the_next(written: bool, in_background: bool) -> None:
-    checkpoints = SimpleNamespace(has_saved=lambda _: written, save=lambda *_: time.sleep(0.001))
-    t: Any = SimpleNamespace(checkpoints=checkpoints, state=TrainState(step=8), engine=None)
+@pytest.mark.parametrize(("fails", "expected_s"), [(False, 0), (True, 600)])
+def test_a_save_that_writes_nothing_says_nothing_of_the_next(
+    tmp_path: Path, fails: bool, expected_s: float
+) -> None:
+    checkpoints = policy(tmp_path, on_error="continue")
+    t: Any = SimpleNamespace(checkpoints=checkpoints, state=TrainState(step=8), engine=FakeEngine())
     t.hooks, t.watchdog = SimpleNamespace(tensors=dict), SimpleNamespace(beat=str)
-    t.checkpoint = SimpleNamespace(async_save=in_background)
     t.stop = StopPolicy(lambda value: value, SignalHandler(str), save_s=600)
+    if fails:
+        (tmp_path / "checkpoints").write_text("a file in place of the folder")
     loop.save_checkpoint(t)
-    assert t.stop.estimated_save == (600 if written or in_background else 0)
+    assert t.stop.estimated_save == expected_s
+    t.stop.estimated_save = 600
+    loop.save_checkpoint(t)  # the second time, the checkpoint is there
+    assert t.stop.estimated_save == 600
 
 
 @pytest.mark.parametrize(
