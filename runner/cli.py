@@ -54,6 +54,7 @@ WRONG = (errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
 COMMANDS = ("evaluate", "generate", "chat", "export", "report", "import_config")
 """Modules of ``runner`` that are commands, which a user may take for words of this one."""
 HOME = re.compile(r"~[\w.-]*/")
+READ_BY_SWEEPS = re.compile(r"\+*hydra[./](launcher|sweeper|sweep)\b")
 
 
 def config_dir() -> str:
@@ -282,9 +283,12 @@ def provenance() -> ConfigSources:
         ConfigError: if a key of ``hydra`` that has no effect here, such as hydra.run.dir, is set.
     """
     state = HydraConfig.get()
-    for key in ("run.dir", "job.chdir", "output_subdir"):
+    for key in ("run.dir", "job.chdir", "output_subdir", "sweep.subdir"):
         if OmegaConf.select(state, key) not in (".", False, None):
             raise ConfigError(f"hydra.{key}: nothing reads it; leave it out, and set run.output_dir.")
+    if state.mode is RunMode.RUN and "hydra.mode=RUN" not in sys.argv:  # which turns a sweep into one run
+        for word in filter(READ_BY_SWEEPS.match, sys.argv[1:]):
+            raise ConfigError(f"{word}: is read only in a sweep; add -m, or leave it out.")
     folders = tuple(Path(s.path) for s in state.runtime.config_sources if s.schema == "file")
     choices = {group: option for group, option in state.runtime.choices.items() if option is not None}
     point = sweep_point() if state.mode is RunMode.MULTIRUN else None

@@ -184,7 +184,7 @@ def test_a_sweep_sweeps_and_its_jobs_compose(
     trials = ["hydra.sweeper.n_trials=3"] if "search" in sweep else []
     assert call_here(f"sweep={sweep}", *trials, f"run.output_dir={tmp_path}") == 0
     assert len(jobs) > 2
-    assert call_here(*single_job_overrides(jobs[1], [])) == 0
+    assert call_here(*single_job_overrides(jobs[1], []), *trials) == 0
     assert jobs.pop()[: len(jobs[1])] == jobs[1]
 
 

@@ -418,6 +418,15 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "folder of Hydra": (("hydra.run.dir=elsewhere",), "hydra.run.dir", "run.output_dir"),
     "working directory of Hydra": (("hydra.job.chdir=true",), "hydra.job.chdir", "run.output_dir"),
+    "folders of jobs": (("hydra.sweep.subdir=a",), "hydra.sweep.subdir: nothing", "run.output_dir"),
+    "launcher without a sweep": (("hydra/launcher=slurm",), "hydra/launcher=slurm", "add -m"),
+    "option of a launcher": (
+        ("hydra/launcher=local", "hydra.launcher.jobs=4"),
+        "hydra/launcher=local: is read only in a sweep",
+        "add -m",
+    ),
+    "option of the sweeper": (("+hydra.sweeper.n_trials=3",), "+hydra.sweeper.n_trials=3", "add -m"),
+    "folder of no sweep": (("hydra.sweep.dir=/x",), "hydra.sweep.dir=/x", "add -m"),
     "long documents that are cut": (
         ("stage=pt", "data.long_samples=drop"),
         "data.long_samples",
