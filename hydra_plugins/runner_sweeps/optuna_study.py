@@ -1,5 +1,6 @@
 """The study of a sweep: Optuna's record of its trials, in a file to which many processes write."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -87,13 +88,21 @@ def make_sampler(
     """Make a new sampler for trial ``number``, with which a resumed sweep samples the same values.
 
     Raises:
-        ConfigError: if there is no such sampler, it has no such options, or a grid is not possible.
+        ConfigError: if there is no such sampler, it has no such options or may not have them, or a grid is
+            not possible.
     """
     from optuna.samplers import GridSampler, RandomSampler, TPESampler
 
+    if isinstance(options, Mapping) and "seed" in options:
+        raise ConfigError(
+            "hydra.sweeper.sampler_options: has a seed, with which all trials would be one point; "
+            "use hydra.sweeper.seed."
+        )
+    # The sum of the two would give searches with neighbouring seeds almost the same trials.
+    own = int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:4])
     kinds: dict[str, Callable[..., BaseSampler]] = {
-        "tpe": partial(TPESampler, seed=seed + number),
-        "random": partial(RandomSampler, seed=seed + number),
+        "tpe": partial(TPESampler, seed=own),
+        "random": partial(RandomSampler, seed=own),
         "grid": partial(GridSampler, space.grid() if name == "grid" else {}, seed=seed),
     }
     return make_optuna("sampler", name, kinds, options)

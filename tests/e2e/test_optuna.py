@@ -91,6 +91,17 @@ def test_an_interrupted_search_goes_on_and_draws_what_it_would_have_drawn(
     assert len(calls) == 9, "nothing was missing"
 
 
+def test_searches_with_other_seeds_have_no_trial_in_common(
+    tmp_path: Path, runs: Callable[[Run], None]
+) -> None:
+    runs(distance)
+    drawn = set()
+    for seed in ("0", "1"):
+        assert search(tmp_path / seed, LR, "hydra.sweeper.n_trials=2", f"hydra.sweeper.seed={seed}") == 0
+        drawn |= {trial.params["optimizer.lr"] for trial in trials(tmp_path / seed)}
+    assert len(drawn) == 4
+
+
 def test_what_fails_or_is_refused_is_no_point_to_learn_from(
     tmp_path: Path, runs: Callable[[Run], None]
 ) -> None:
@@ -147,6 +158,7 @@ def test_runs_that_are_worse_than_others_end_early(tmp_path: Path) -> None:
         ([LR, "hydra.sweeper.sampler=tpo"], ["hydra.sweeper.sampler", "did you mean 'tpe'"]),
         ([LR, "hydra.sweeper.sampler=grid"], ["hydra.sweeper.sampler: is grid", "interval", "sampler=tpe"]),
         ([LR, "hydra.sweeper.sampler_options={n:1}"], ["hydra.sweeper.sampler_options", "'n'"]),
+        ([LR, "hydra.sweeper.sampler_options={seed:1}"], ["has a seed", "use hydra.sweeper.seed"]),
         ([LR, "hydra.sweeper.pruner=halving"], ["hydra.sweeper.pruner", "asha"]),
         ([LR, "hydra.sweeper.pruner=median"], ["hydra.sweeper.pruner", "run.eval_every"]),
         ([LR, "hydra.sweeper.n_trials=0"], ["hydra.sweeper.n_trials", "at least 1"]),
