@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from components.atomic_write import write_atomic
+from components.contracts.errors import TrainingError
 from components.contracts.json_types import Json
 from components.contracts.status import JobStatus, current_status
 from components.json_text import as_type, parse_json
@@ -47,8 +48,16 @@ class SweepJob:
         return self.sweep / "jobs" / f"{self.number}.json"
 
     def write(self, record: JobRecord) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.path, json.dumps(asdict(record), indent=2) + "\n")
+        """Replace the record of the job.
+
+        Raises:
+            TrainingError: if it cannot be written, for example because the disk is full.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path, json.dumps(asdict(record), indent=2) + "\n")
+        except OSError as error:
+            raise TrainingError(f"{self.path}: cannot be written: {error.strerror}.") from error
 
     def mark_running(self, folder: Path | None = None) -> None:
         """Record that the job is running, with its run folder ``folder`` if that exists already."""

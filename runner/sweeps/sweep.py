@@ -1,7 +1,7 @@
 """Sweeps: outcomes of jobs, a table of them at the end, and an exit code that reflects failures.
 
-Hydra's sweepers and launchers raise the first failure and hide all others. Therefore a job never raises here:
-it records its outcome, and the process that started the sweep reads all outcomes.
+Hydra's sweepers and launchers raise the first failure and hide all others. Therefore a job records its
+outcome and raises only if it cannot, and the process that started the sweep reads all outcomes.
 """
 
 import json
@@ -32,6 +32,7 @@ from runner.records.job_record import (
     read_job_records,
 )
 from runner.records.run_record import RunRecord, stop_reason
+from runner.standard_streams import print_error
 from runner.sweeps.table import print_table
 from runner.training.stop import PRUNED
 
@@ -42,6 +43,7 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
     ``explained`` prints a failure for the user and returns its exit code.
 
     Raises:
+        TrainingError: if its record cannot be written.
         KeyboardInterrupt, SystemExit: after a signal, so that no other job of this process begins.
     """
     point.mark_running()
@@ -113,7 +115,7 @@ def finish_sweep(folder: Path, code: int) -> int:
 
     If ``code`` is DONE, the result is FAILED if a job failed or did not record its end, or else MISTAKE if a
     job was refused. Otherwise it is ``code``. If the sweep itself was refused, or no job has begun,
-    ``code`` is returned and nothing is written.
+    ``code`` is returned and nothing is written. If a file cannot be written, the result is FAILED.
     """
     records = read_job_records(folder)
     if not records or code == MISTAKE:  # jobs never raise, so the sweep itself was refused
@@ -126,17 +128,22 @@ def finish_sweep(folder: Path, code: int) -> int:
     winner = best(records)
     facts = {"ended": now(), "exit_code": code, "jobs": len(records), "counts": counts}
     facts["best"] = None if winner is None else winner.number
-    path = folder / "sweep.json"
-    write_json(path, {**read_json(path), **facts})
     print_table(records, Console())
     print(", ".join(f"{count} {status}" for status, count in counts.items()))
     if winner is not None:
-        text = yaml.safe_dump(describe_best(winner), sort_keys=False, width=1000)
-        write_atomic(folder / "best.yaml", text)
         print(f"best: job {winner.number}, loss {winner.loss:.4f}: {folder / 'best.yaml'}")
     elif not are_comparable(records):
         print("no best job: losses of different stages, or of other options of a stage, are not comparable")
     print(f"sweep folder: {folder}")
+    path = folder / "sweep.json"
+    try:
+        write_json(path, {**read_json(path), **facts})
+        if winner is not None:
+            path = folder / "best.yaml"
+            write_atomic(path, yaml.safe_dump(describe_best(winner), sort_keys=False, width=1000))
+    except OSError as error:
+        print_error(f"{path}: cannot be written: {error.strerror}.")
+        return FAILED
     return code
 
 

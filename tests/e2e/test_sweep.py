@@ -1,5 +1,6 @@
 """``-m`` runs jobs one after another in one process without effects on each other."""
 
+import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,24 @@ def test_a_failed_job_does_not_stop_the_others(
     outcomes = read_job_records(next((tmp_path / "sweeps").iterdir()))
     assert [outcome.status for outcome in outcomes] == ["completed", "failed", "completed"]
     assert outcomes[1].error == "TrainingError: the second of them"
+
+
+def test_a_record_that_cannot_be_written_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(path: Path, text: str) -> None:
+        if path.name == "1.json" and '"completed"' in text:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        path.write_text(text)
+
+    monkeypatch.setattr("runner.launch.run.run", lambda *_: 1.0)
+    monkeypatch.setattr("runner.records.job_record.write_atomic", write)
+    GlobalHydra.instance().clear()
+    assert call_here("-m", "run.seed=0,1,2", f"run.output_dir={tmp_path}") == 1
+    said = capsys.readouterr()
+    assert "2 completed, 1 running" in said.out
+    assert "jobs/1.json: cannot be written: No space left on device." in said.err
+    assert "Traceback" not in said.err
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """The table at the end of a sweep, and the files that a sweep writes."""
 
+import errno
 import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -31,6 +33,17 @@ def outcome(number: int) -> JobRecord:
     folder = f"/data/outputs/sft_tiny/2026-11-22_08-14-{number:03d}"
     refused = replace(done, status="invalid", loss=None, error="run.seed: is wrong; use 1.")
     return refused if number % 7 == 0 else replace(done, folder=folder)
+
+
+def full(disk: Path) -> Callable[[Path, str], None]:
+    """Return a function that writes a file, but fails for the path ``disk`` as on a full disk."""
+
+    def write(path: Path, text: str) -> None:
+        if path == disk:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        path.write_text(text)
+
+    return write
 
 
 def shown(records: list[JobRecord], width: int) -> list[str]:
@@ -117,6 +130,19 @@ def test_what_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         create_sweep(tmp_path, ["stage=sft", "run.seed=3"])
     create_sweep(tmp_path, ["stage=sft", "run.seed=1,2"], resumes=True)
     assert json.loads((tmp_path / "sweep.json").read_text())["began"] == began["began"]
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "best.yaml"])
+def test_a_full_disk_at_the_end_hides_no_table(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    create_sweep(tmp_path, [])
+    SweepJob(tmp_path, 0, ()).write(outcome(1))
+    monkeypatch.setattr("runner.sweeps.sweep.write_atomic", full(tmp_path / name))
+    assert finish_sweep(tmp_path, 0) == 1
+    said = capsys.readouterr()
+    assert "1 completed\nbest: job 1" in said.out
+    assert said.err == f"error: {tmp_path / name}: cannot be written: No space left on device.\n"
 
 
 @pytest.mark.parametrize(
