@@ -10,6 +10,7 @@ from components.contracts.errors import ConfigError
 from hydra_plugins.runner_sweeps.search_space import SearchSpace
 from runner.config.sources import did_you_mean
 from runner.records.job_record import JobRecord
+from runner.records.run_record import stop_reason
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -25,7 +26,7 @@ SEARCHES = "searches"
 """The attribute of a study that holds the overrides of its command."""
 
 FINISHED = ("completed", "pruned", "invalid", "failed")
-"""Statuses that end a trial. A job with any other status runs again."""
+"""Statuses that end a trial. A job with any other status runs again, unless ``run.max_time`` stopped it."""
 
 
 def storage_in(sweep: Path) -> "JournalStorage":
@@ -68,17 +69,23 @@ def ask_trial(study: "Study", space: SearchSpace, sampler: "BaseSampler") -> "Fr
 
 
 def tell_trial(study: "Study", trial: "FrozenTrial", record: JobRecord | None) -> bool:
-    """Report ``record`` to the study; return whether ``trial`` has ended. False means that it runs again."""
+    """Report ``record`` to the study; return whether ``trial`` has ended. False means that it runs again.
+
+    A trial that ``run.max_time`` stopped has ended with its last loss, because it would stop again.
+    """
     from optuna.trial import TrialState
 
-    if record is None or record.status not in FINISHED:
+    if record is None:
         return False
+    out_of_time = record.status == "interrupted" and stop_reason(record.folder) == "run.max_time"
     if record.status == "pruned":
         study.tell(trial.number, state=TrialState.PRUNED)
-    elif record.status == "completed" and record.loss is not None:
+    elif record.loss is not None and (record.status == "completed" or out_of_time):
         study.tell(trial.number, record.loss)
-    else:
+    elif record.status in FINISHED:
         study.tell(trial.number, state=TrialState.FAIL)
+    else:
+        return False
     return True
 
 
