@@ -7,10 +7,13 @@ from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from components.contracts.errors import ConfigError
+from components.json_text import one_line
 from hydra_plugins.runner_sweeps.search_space import as_overrides
 from runner.launch.slurm_env import MAX_REQUEUES
 from runner.records.job_record import SWEEP_FOLDER
@@ -26,7 +29,7 @@ class SweepFolder(Callback):
 
         try:
             folder = make_folder(config)
-        except ConfigError as mistake:  # Hydra swallows all other errors of a callback
+        except Exception as mistake:  # Hydra would only warn of it
             raise SystemExit(explained(mistake)) from mistake
         os.environ[SWEEP_FOLDER] = str(folder)
         os.environ.pop(MAX_REQUEUES, None)  # it marks a SLURM job that is one run; this job is a sweep
@@ -43,7 +46,13 @@ def make_folder(config: DictConfig) -> Path:
     from runner.cli import as_given
 
     study = config.hydra.sweeper.get("study_name")
-    folder = Path(expand_home("hydra.sweep.dir", config.hydra.sweep.dir)).absolute()
+    try:
+        folder = Path(expand_home("hydra.sweep.dir", config.hydra.sweep.dir)).absolute()
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"hydra.sweep.dir: is not known when a sweep starts ({one_line(error)}); use only keys such as "
+            "${run.output_dir}."
+        ) from error
     with read_write(config), read_write(config.hydra):  # Hydra's sweeper would not expand ~
         config.hydra.sweep.dir = str(folder)
     if study is not None and not re.fullmatch(r"[\w+-][\w.+-]*", str(study)):
@@ -63,15 +72,16 @@ def make_folder(config: DictConfig) -> Path:
 
 
 def check_swept_values(overrides: Sequence[str]) -> None:
-    """Raise ConfigError if a swept key has no value, because no job would run."""
+    """Raise ConfigError if an override is malformed or a swept key has no value, because no job would run."""
     # The loader lists the files of a glob.
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-    for override in parser.parse_overrides(list(overrides)):
-        if not (override.is_sweep_override() and override.is_discrete_sweep()):
-            continue
+    for words in overrides:
         try:
-            reason = "has no value" if next(override.sweep_string_iterator(), None) is None else None
-        except ValueError as error:
-            reason = str(error)
+            override = parser.parse_override(words)
+            discrete = override.is_sweep_override() and override.is_discrete_sweep()
+            empty = discrete and next(override.sweep_string_iterator(), None) is None
+            reason = "has no value" if empty else None
+        except (ValueError, HydraException) as error:
+            reason = one_line(error)
         if reason is not None:
-            raise ConfigError(f"{override.input_line} (the command line): {reason}; give at least one value.")
+            raise ConfigError(f"{words}: {reason}; correct it, and give at least one value.")

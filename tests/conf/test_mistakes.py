@@ -22,6 +22,18 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "text of the environment": (["run.seed='${oc.env:NO_SUCH_SEED,x}'"], ["run.seed", "'x'"]),
     "sweep of nothing": (["-m", "run.seed=range(0)"], ["run.seed=range(0)", "at least one value"]),
     "sweep without steps": (["-m", "run.seed=range(0,5,0)"], ["run.seed=range(0,5,0)", "at least one value"]),
+    "step of a swept range": (
+        ["-m", "hydra/sweeper=optuna", "hydra.sweeper.params={optimizer.lr:'range(0.1,0.5,0.0)'}"],
+        ["optimizer.lr=range(0.1,0.5,0.0): Invalid range", "correct it"],
+    ),
+    "swept interval without its end": (
+        ["-m", "hydra/sweeper=optuna", "hydra.sweeper.params={optimizer.lr:'interval(1e-4,1e-2'}"],
+        ["optimizer.lr=interval(1e-4,1e-2: no viable", "correct it"],
+    ),
+    "folder of a sweep": (
+        ["-m", "hydra/sweeper=optuna", "hydra.sweep.dir='${run.name}'", "run.seed=1,2"],
+        ["hydra.sweep.dir: is not known when a sweep starts", "${run.output_dir}"],
+    ),
     "home in a path": (["checkpoint.init_from=~/no/such"], [f"{Path.home()}/no/such", "run folder"]),
     "home in a list": (
         ["data=files", "data.sources=[{path: ~/no/such.jsonl}]"],
