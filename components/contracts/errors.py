@@ -1,6 +1,7 @@
 """Errors that are reported to the user, and the exit codes of every process."""
 
 import math
+from pathlib import Path
 
 DONE, FAILED, MISTAKE = 0, 1, 2
 """Exit codes of a run that was completed or was stopped with its state saved, of one that failed while
@@ -14,6 +15,14 @@ class ConfigError(ValueError):
 
     The message is one or two lines: the option (and its file, if any), what is wrong with it, and what to do.
     """
+
+
+class CompletedError(ConfigError):
+    """A run to resume, in ``folder``, has nothing left to do."""
+
+    def __init__(self, message: str, folder: Path) -> None:
+        super().__init__(message)
+        self.folder = folder
 
 
 class TrainingError(RuntimeError):

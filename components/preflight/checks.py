@@ -13,7 +13,7 @@ from components.adapters.target_modules import matches
 from components.checkpoint import read_meta
 from components.contracts.configs import AdapterConfig, ModelConfig
 from components.contracts.device import DeviceKind
-from components.contracts.errors import ConfigError
+from components.contracts.errors import CompletedError, ConfigError
 from components.contracts.hook import Hook
 from components.contracts.parallelism import ParallelismSpec
 from components.engines.megatron import Megatron
@@ -270,25 +270,27 @@ def check_steps(steps: int, available: int) -> None:
 
 
 def check_length(num_steps: int, resume: Path | None) -> None:
-    """Raise ConfigError if the resumed run has completed and has no steps left."""
+    """Raise CompletedError if the resumed run has completed and has no steps left."""
     done = steps_done(resume)
     if resume is not None and done >= num_steps:
-        raise ConfigError(
+        raise CompletedError(
             f"run.max_steps: {resume} has {done} steps already and the run ends at {num_steps}; "
-            "raise run.max_steps or run.epochs, or take an earlier checkpoint."
+            "raise run.max_steps or run.epochs, or take an earlier checkpoint.",
+            resume.absolute().parent.parent,
         )
 
 
 def check_early_stop(metric: str, mode: str, patience: int, resume: Path | None) -> None:
-    """Raise ConfigError if early stopping has already ended the resumed run."""
+    """Raise CompletedError if early stopping has already ended the resumed run."""
     if resume is None:
         return
     state = read_meta(resume).state
     evaluations = state.get("evals_since_best", 0)
     if evaluations >= patience and state.get("best_of") == f"{mode} {metric}":
-        raise ConfigError(
+        raise CompletedError(
             f"early_stopping.metric: in {resume}, {metric} has not improved for {evaluations} evaluations "
-            f"already; set early_stopping.patience above {evaluations}, or early_stopping.metric=null."
+            f"already; set early_stopping.patience above {evaluations}, or early_stopping.metric=null.",
+            resume.absolute().parent.parent,
         )
 
 

@@ -18,10 +18,11 @@ import yaml
 from rich.console import Console
 
 from components.atomic_write import write_atomic
-from components.contracts.errors import DONE, FAILED, MISTAKE, ConfigError
+from components.contracts.errors import DONE, FAILED, MISTAKE, CompletedError, ConfigError
 from components.contracts.json_types import Json
 from components.contracts.status import JobStatus
 from components.json_text import read_json
+from components.rank_info import RankInfo
 from runner.config.command_line import single_job_overrides
 from runner.records.job_record import (
     JobRecord,
@@ -54,13 +55,13 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
         point.finish(status, loss=known, error=error, seconds=time.monotonic() - began)
 
     try:
-        loss = task()
+        loss = loss_of(point, task)
     except Exception as error:  # noqa: BLE001  every failure is printed and recorded
         mistake = explained(error) == MISTAKE
         words = str(error) if mistake else f"{type(error).__name__}: {error}"
         ended("invalid" if mistake else "failed", words)
     except (KeyboardInterrupt, SystemExit):
-        record = completed_record(point)
+        record = completed_record(read_job_record(point.path).folder)
         loss = math.nan if record is None else record.results.final_loss()
         ended("interrupted" if record is None else "completed")
         raise
@@ -69,12 +70,29 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
     return loss
 
 
-def completed_record(point: SweepJob) -> RunRecord | None:
-    """Return the record of a job's run, or None if the run has not completed.
+def loss_of(point: SweepJob, task: Callable[[], float]) -> float:
+    """Return the loss of ``task``, or, if this very job has completed in an earlier sweep, its recorded loss.
+
+    Raises:
+        CompletedError: if the run to continue has completed with other overrides, or this process is a rank
+            of srun, whose peers exit as those of a refused job.
+    """
+    try:
+        return task()
+    except CompletedError as error:
+        record = completed_record(error.folder)
+        if record is None or record.overrides != [*point.overrides] or RankInfo.read().launched:
+            raise
+        print(f"this job has completed before: {error.folder}")
+        point.mark_running(error.folder)
+        return record.results.final_loss()
+
+
+def completed_record(folder: str | Path | None) -> RunRecord | None:
+    """Return the record of the run in ``folder``, or None if the run has not completed.
 
     A run that has completed may still end with SystemExit, if a signal arrives during its final report.
     """
-    folder = read_job_record(point.path).folder
     try:
         record = None if folder is None else RunRecord.read(Path(folder))
     except (ConfigError, FileNotFoundError):

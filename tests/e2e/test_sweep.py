@@ -2,7 +2,7 @@
 
 import errno
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +176,15 @@ def test_a_pruner_that_lies_in_the_folder_of_a_sweep_is_not_called(tmp_path: Pat
 
 
 def test_jobs_that_share_a_name_do_not_go_on_in_each_others_folder(tmp_path: Path) -> None:
-    """The same sweep with more steps continues every job in its own folder."""
+    """The same sweep with more steps continues every job in its own folder, and once more does nothing."""
     sweep = ("-m", *SMALL, "checkpoint.resume=auto", f"run.output_dir={tmp_path}")
-    for steps, more in ((1, ()), (2, ("run.log_num_zeros=true", "optimizer.max_grad_norm=0.50"))):
+    longer = (2, ("run.log_num_zeros=true", "optimizer.max_grad_norm=0.50"))
+    for (steps, more), code in (((1, ()), 0), (longer, 0), (longer, 0), ((2, ()), 2)):
         words = ("run.seed=0,1", f"run.max_steps={steps}", "run.name=both", *more)
-        assert call_here(*sweep, *words) == 0
+        assert call_here(*sweep, *words) == code
+    _, trained, repeated, changed = map(read_job_records, sorted((tmp_path / "sweeps").iterdir()))
+    assert [replace(job, seconds=0) for job in repeated] == [replace(job, seconds=0) for job in trained]
+    assert {job.status for job in changed} == {"invalid"}
     runs = sorted((tmp_path / "both").iterdir())
     seeds = [yaml.safe_load((run / "config.yaml").read_text())["run"]["seed"] for run in runs]
     assert seeds == [0, 1]
