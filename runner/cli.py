@@ -31,7 +31,7 @@ from components.contracts.json_types import Json
 from components.home import expand_home
 from components.json_text import leaves, one_line
 from components.rank_info import RankInfo
-from runner.config.command_line import is_sweep, long_flags
+from runner.config.command_line import long_flags
 from runner.config.sources import COMMAND_LINE, ConfigSources, did_you_mean, name_of
 from runner.config.unknown_keys import check_long_options, hint_for_value, translations, unknown_key
 from runner.distribution import distribution
@@ -132,13 +132,6 @@ def command() -> int:
         return explained(error)
     if sys.argv[1:] == ["--version"]:  # Hydra would print its own
         return exit_code(print_version)
-    if is_sweep(sys.argv) and RankInfo.read().launched:
-        return explained(
-            ConfigError(
-                "-m: a sweep cannot run under torchrun or srun; leave it out (the runner starts its own "
-                "ranks, or SLURM's: hydra/launcher=slurm)."
-            )
-        )
     code = exit_code(job)
     return finish_sweep(Path(os.environ[SWEEP_FOLDER]), code) if SWEEP_FOLDER in os.environ else code
 

@@ -13,7 +13,6 @@ from omegaconf import DictConfig, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from components.contracts.errors import ConfigError
-from components.json_text import one_line
 from hydra_plugins.runner_sweeps.search_space import as_overrides
 from runner.launch.slurm_env import MAX_REQUEUES
 from runner.records.job_record import SWEEP_FOLDER
@@ -25,9 +24,15 @@ class SweepFolder(Callback):
     """A callback that creates the sweep folder and passes it to all jobs in the environment."""
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
+        from components.rank_info import RankInfo
         from runner.cli import explained
 
         try:
+            if RankInfo.read().launched:
+                raise ConfigError(
+                    "-m, or hydra.mode in a file: a sweep cannot run under torchrun or srun; leave it out "
+                    "(the runner starts its own ranks, or SLURM's: hydra/launcher=slurm)."
+                )
             folder = make_folder(config)
         except Exception as mistake:  # Hydra would only warn of it
             raise SystemExit(explained(mistake)) from mistake
@@ -43,6 +48,7 @@ def make_folder(config: DictConfig) -> Path:
             ``hydra.sweeper.study_name`` is not a valid folder name.
     """
     from components.home import expand_home
+    from components.json_text import one_line
     from runner.cli import as_given
 
     study = config.hydra.sweeper.get("study_name")
@@ -73,6 +79,8 @@ def make_folder(config: DictConfig) -> Path:
 
 def check_swept_values(overrides: Sequence[str]) -> None:
     """Raise ConfigError if an override is malformed or a swept key has no value, because no job would run."""
+    from components.json_text import one_line
+
     # The loader lists the files of a glob.
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     for words in overrides:

@@ -152,7 +152,7 @@ def arguments_of(run: Path) -> list[str] | None:
         record = RunRecord.read(run)
     except ConfigError:  # the page shows that it cannot be read
         return None
-    if is_sweep(record.command) or not record.command:
+    if record.sweep is not None or is_sweep(record.command) or not record.command:
         return single_job_overrides(record.overrides, record.command)
     return list(record.command[1:])
 

@@ -11,8 +11,9 @@ from components.checkpoint.folder import best_checkpoint
 from components.contracts.errors import TrainingError
 from components.contracts.loss import Loss
 from components.preflight.checks import steps_done
-from runner.config.command_line import hydra_value, is_sweep, single_job_overrides
+from runner.config.command_line import hydra_value, single_job_overrides
 from runner.config.instantiate import Experiment
+from runner.config.sources import ConfigSources
 from runner.launch.checks import RunPreparation
 from runner.records.run_record import RunRecord, Stopped
 from runner.records.run_summary import Results
@@ -129,12 +130,12 @@ def print_stopped(launch: RunPreparation, stopped: Stopped, saved: Path | None) 
         export = f"python -m runner.export checkpoint={hydra_value(str(saved))} output=DIR"
         print(f"{words}; only weights, from which no run can resume: {saved}; to export them: {export}")
         return False
-    print(f"{words}; resume with: {resume_command(launch.command, launch.where.overrides, str(saved))}")
+    print(f"{words}; resume with: {resume_command(launch.command, launch.where, str(saved))}")
     return True
 
 
-def resume_command(command: Sequence[str], overrides: Sequence[str], checkpoint: str) -> str:
+def resume_command(command: Sequence[str], where: ConfigSources, checkpoint: str) -> str:
     """Return the user's command, or that of one job of a sweep, with another ``checkpoint.resume``."""
-    words = single_job_overrides(overrides, command) if is_sweep(command) else command[1:]
+    words = command[1:] if where.sweep_job is None else single_job_overrides(where.overrides, command)
     kept = [word for word in words if not word.startswith("checkpoint.resume=")]
     return shlex.join(["python", "-m", "runner", *kept, f"checkpoint.resume={hydra_value(checkpoint)}"])

@@ -13,6 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from components.contracts.errors import TrainingError
+from hydra_plugins.runner_sweeps.sweep_dir import SweepFolder
 from runner.launch import run as launch
 from runner.records.job_record import read_job_records
 from runner.training.pruner import leave_pruner
@@ -47,7 +48,20 @@ def test_a_sweep_under_torchrun_is_refused(
 ) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    assert call_here("-m", *SMALL, "run.seed=1,2", f"run.output_dir={tmp_path}") == 2
+    for words in (("-m", "run.seed=1,2"), ("sweep=lr_layout",)):
+        assert call_here(*words, f"run.output_dir={tmp_path}") == 2
+        assert "torchrun" in capsys.readouterr().err
+    monkeypatch.setattr("runner.launch.run.run", lambda *_: 1.0)
+    assert call_here("sweep=lr_layout", "hydra.mode=RUN") == 0, "one of its jobs, which is no sweep"
+
+
+def test_a_sweep_that_only_a_file_asks_for_is_refused_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        SweepFolder().on_multirun_start(DictConfig({}))
     assert "torchrun" in capsys.readouterr().err
 
 

@@ -21,7 +21,7 @@ from components.report.curves import read_curves, thin
 from components.report.page import varied_keys
 from components.report.runs import read_completions
 from runner.cli import run_or_answer
-from runner.commands.report import WATCH_S, all_entries, entries, parse, report
+from runner.commands.report import WATCH_S, all_entries, arguments_of, entries, parse, report
 from runner.records.run_summary import Results
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!-- {{script}} & 'quotes' \""
@@ -429,9 +429,11 @@ def test_the_command_of_a_job_runs_it_by_itself(tmp_path: Path) -> None:
         ("runner", *words): "optimizer.lr=2.0 sweep=lr_layout hydra.mode=RUN",
     }.items():
         run = finished(tmp_path / str(len(command)), lr=1.0, command=list(command), overrides=words)
-        report([str(run)])
-        (shown,) = Page(run / "report.html").data["runs"]
-        assert shown["command"] == f"python -m runner {expected}"
+        assert arguments_of(run) == expected.split()
+    place = {"folder": "s", "number": 0}
+    facts = {"command": ["runner", "experiment=mine"], "overrides": ["experiment=mine", "run.seed=1"]}
+    run = finished(tmp_path / "job", lr=1.0, **facts, sweep=place)
+    assert arguments_of(run) == ["experiment=mine", "run.seed=1", "hydra.mode=RUN"]
 
 
 def test_a_run_that_has_gone_is_told(tmp_path: Path) -> None:

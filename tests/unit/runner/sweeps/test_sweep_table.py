@@ -14,7 +14,7 @@ from rich.console import Console
 
 from components.contracts.errors import ConfigError
 from components.contracts.status import RunStatus
-from runner.config.command_line import single_job_overrides
+from runner.config.command_line import is_sweep, single_job_overrides
 from runner.launch.checks import is_own_run
 from runner.records.job_record import JobRecord, SweepJob, are_comparable, read_job_record
 from runner.records.run_record import RunRecord, SweepPlace
@@ -169,6 +169,8 @@ def test_records_of_older_sweeps_and_runs_are_read(tmp_path: Path, old: str, new
 
 
 def test_a_job_alone_is_no_sweep() -> None:
+    assert is_sweep(["runner", "sweep=mine"])
+    assert not is_sweep(["runner", "sweep=mine", "hydra.mode=RUN"])
     assert single_job_overrides(("stage=sft",), ["runner", "-m", "stage=sft,pt"]) == ["stage=sft"]
     assert single_job_overrides(
         ("sweep=mine", "seed=1"), ["runner", "--config-dir", "conf", "sweep=mine"]

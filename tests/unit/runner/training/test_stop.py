@@ -4,12 +4,15 @@ import shlex
 import signal
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from components.contracts.errors import ConfigError
 from runner.config.run_config import seconds
+from runner.config.sources import ConfigSources
 from runner.launch.final_report import resume_command
+from runner.records.job_record import SweepJob
 from runner.signals import REQUESTS, SignalHandler, handling, interrupt
 from runner.training.stop import StopPolicy
 
@@ -187,15 +190,25 @@ def test_what_is_no_time(value: float | str) -> None:
 
 def test_the_command_that_resumes() -> None:
     command = ["runner", "stage=pt", "checkpoint.resume=auto", "parallelism.pipeline_layout=Et|tL"]
-    told = resume_command(command, (), "outputs/a/checkpoints/step_00000003")
+    told = resume_command(command, ConfigSources(), "outputs/a/checkpoints/step_00000003")
     layout = "'parallelism.pipeline_layout=Et|tL'"
     assert told == f"python -m runner stage=pt {layout} checkpoint.resume=outputs/a/checkpoints/step_00000003"
-    assert shlex.split(resume_command(["runner"], (), "für/a"))[-1] == "checkpoint.resume='für/a'"
-    sweep = ["runner", "-m", "stage=pt,sft"]
-    assert resume_command(sweep, ("stage=sft",), "at") == "python -m runner stage=sft checkpoint.resume=at"
-    sweep = ["runner", "sweep=mine"]
-    told = resume_command(sweep, ("sweep=mine", "stage=sft"), "at")
-    assert told == "python -m runner sweep=mine stage=sft hydra.mode=RUN checkpoint.resume=at"
+    own = resume_command(["runner"], ConfigSources(), "für/a")
+    assert shlex.split(own)[-1] == "checkpoint.resume='für/a'"
+
+
+@pytest.mark.parametrize(
+    ("flag", "words", "expected"),
+    [
+        ("-m", ("stage=sft",), "stage=sft"),
+        ("sweep=mine", ("sweep=mine", "stage=sft"), "sweep=mine stage=sft hydra.mode=RUN"),
+        ("experiment=mine", ("experiment=mine", "stage=sft"), "experiment=mine stage=sft hydra.mode=RUN"),
+    ],
+)
+def test_the_command_that_resumes_a_job_of_a_sweep(flag: str, words: tuple[str, ...], expected: str) -> None:
+    where = ConfigSources(overrides=words, sweep_job=SweepJob(Path("sweep"), 0, words))
+    told = resume_command(["runner", flag], where, "at")
+    assert told == f"python -m runner {expected} checkpoint.resume=at"
 
 
 def test_a_hangup_ends_a_run_unless_nohup_ignores_it() -> None:
