@@ -66,6 +66,8 @@ class OptunaSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         """Run the unfinished trials of an earlier command, then new ones up to ``n_trials``.
 
+        A dry run of the launcher shows examples of jobs and makes no study, which would fix the search space.
+
         Raises:
             ConfigError: if the command differs from that of the study that it resumes, sweeps nothing or has
                 a wrong option, or if another command uses the sweep folder.
@@ -75,6 +77,9 @@ class OptunaSweeper(Sweeper):
         space = SearchSpace.of(parser.parse_overrides([*as_overrides(self.params), *arguments]))
         with only_command(sweep):
             self.check(space)
+            if self.config.hydra.launcher.get("dry_run"):
+                self.launcher.launch(space.examples(), initial_job_idx=0)
+                return
             study = open_study(sweep, space)
             self.leave_pruner(sweep)
             self.launch(study, space, sweep, unfinished(study, sweep))

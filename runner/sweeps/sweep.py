@@ -110,20 +110,21 @@ def job_status(point: SweepJob) -> JobStatus:
 
 
 def create_sweep(folder: Path, overrides: Sequence[str], *, resumes: bool = False) -> None:
-    """Write ``sweep.json`` with the command; a study that is resumed (``resumes``) keeps its file.
+    """Write ``sweep.json`` with the command; a study that is resumed (``resumes``) keeps that of its jobs.
 
     Raises:
         ConfigError: if the folder has jobs of an earlier sweep, or if the file of a study that is resumed is
             damaged.
     """
-    if not resumes and any((folder / "jobs").glob("*.json")):
+    has_jobs = any((folder / "jobs").glob("*.json"))
+    if has_jobs and not resumes:
         raise ConfigError(
             f"hydra.sweep.dir: {folder} has the jobs of an earlier sweep, which would be mixed with these; "
             "name another folder."
         )
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     path = folder / "sweep.json"
-    if not path.exists():
+    if not has_jobs or not path.exists():  # without jobs, it is of a refused command or a dry run
         write_json(path, {"began": now(), "command": sys.argv, "overrides": list(overrides)})
     read_json(path)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from hydra_plugins.runner_sweeps.optuna_study import JOURNAL
 from runner.records.job_record import read_job_records
 from tests.e2e.commands import SMALL, call_here
 
@@ -76,6 +77,18 @@ def test_a_point_that_does_not_fit_takes_no_place_in_the_queue(
     assert [(outcome.number, outcome.status) for outcome in outcomes] == [(1, "invalid"), (2, "invalid")]
     assert "WORLD_SIZE=2" in shown.err
     assert "parallelism.tp: 2 does not divide num_key_value_heads = 1" in shown.err
+
+
+def test_a_dry_run_of_a_search_shows_one_script_and_makes_no_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = ("hydra/sweeper=optuna", "hydra.sweeper.study_name=s", "hydra.launcher.dry_run=true")
+    for high in ("1e-2", "1e-1"):
+        assert call(tmp_path, *search, f"optimizer.lr=interval(1e-5,{high})") == 0
+        shown = capsys.readouterr().out
+        assert shown.count("#!/bin/bash") == 1
+        assert "optimizer.lr=1e-05" in shown
+    assert not (tmp_path / "sweeps" / "s" / JOURNAL).exists()
 
 
 @pytest.mark.parametrize(

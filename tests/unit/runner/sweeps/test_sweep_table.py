@@ -132,6 +132,13 @@ def test_what_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert json.loads((tmp_path / "sweep.json").read_text())["began"] == began["began"]
 
 
+def test_a_folder_without_jobs_takes_the_next_command(tmp_path: Path) -> None:
+    for resumes in (False, True):
+        for words in (["run.seed=1"], ["run.seed=2"]):
+            create_sweep(tmp_path, words, resumes=resumes)
+            assert json.loads((tmp_path / "sweep.json").read_text())["overrides"] == words
+
+
 @pytest.mark.parametrize("name", ["sweep.json", "best.yaml"])
 def test_a_full_disk_at_the_end_hides_no_table(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
