@@ -56,12 +56,13 @@ class OptunaSweeper(Sweeper):
         """
         if importlib.util.find_spec("optuna") is None:
             raise ConfigError(f"hydra/sweeper=optuna: Optuna is not installed; {pip_install('sweep')}.")
+        # The launcher first: n_jobs is by default its number of jobs.
+        self.config, self.loader = config, hydra_context.config_loader
+        self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         for key, least in (("n_trials", 1), ("n_jobs", 1), ("seed", 0)):
             value = getattr(self, key)
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"hydra.sweeper.{key}: must be at least {least}, got {value!r}.")
-        self.config, self.loader = config, hydra_context.config_loader
-        self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the unfinished trials of an earlier command, then new ones up to ``n_trials``.

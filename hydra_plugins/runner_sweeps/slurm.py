@@ -77,7 +77,8 @@ class SlurmLauncher(Launcher):
                 f"hydra/launcher=slurm: submits through submitit; {pip_install('slurm')}."
             ) from error
         options: Any = OmegaConf.to_container(OmegaConf.create(self.options), resolve=True)
-        return construct(SbatchOptions, "hydra.launcher", options, ConfigSources())
+        where = ConfigSources(overrides=tuple(sys.argv[1:]))
+        return construct(SbatchOptions, "hydra.launcher", options, where)
 
     def compose(self, overrides: Sequence[str], number: int) -> DictConfig:
         config = self.context.config_loader.load_sweep_config(self.config, list(overrides))

@@ -63,7 +63,8 @@ def make_folder(config: DictConfig) -> Path:
         config.hydra.sweep.dir = str(folder)
     if study is not None and not re.fullmatch(r"[\w+-][\w.+-]*", str(study)):
         raise ConfigError(
-            f"hydra.sweeper.study_name: {study!r} is not a folder name; leave out '/' and a leading '.'."
+            f"hydra.sweeper.study_name: {study!r} is not a folder name; use letters, digits and any of "
+            "_ + - ., without a leading '.'."
         )
     check_swept_values([*as_given(config.hydra), *as_overrides(config.hydra.sweeper.get("params"))])
     try:
@@ -72,7 +73,8 @@ def make_folder(config: DictConfig) -> Path:
             leave_no_pruner(folder)
     except OSError as error:
         raise ConfigError(
-            f"run.output_dir: cannot make {folder}: {error.strerror}; name another folder."
+            f"hydra.sweep.dir: cannot make {folder}: {error.strerror}; name another one, or another "
+            "run.output_dir, which it is in by default."
         ) from error
     return folder
 

@@ -129,6 +129,8 @@ def entries(folder: Path) -> list[Entry]:
     found = sorted(
         {*folder.glob("*/run.json"), *folder.glob("*/*/run.json")}, key=lambda path: path.parts[-2]
     )
+    if not found and (folder / "sweep.json").is_file():
+        raise ConfigError(f"{folder}: no job of this sweep has begun; give the command again when one has.")
     if not found:
         raise ConfigError(
             f"{folder}: holds no run and no sweep; give outputs/NAME/STAMP or outputs/sweeps/STAMP."

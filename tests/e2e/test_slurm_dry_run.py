@@ -95,7 +95,7 @@ def test_a_dry_run_of_a_search_shows_one_script_and_makes_no_study(
     ("key", "words"),
     [
         ("nodes=0", "hydra.launcher.nodes: must be at least 1"),
-        ("nodes=two", "hydra.launcher.nodes "),
+        ("nodes=two", "hydra.launcher.nodes (the command line): "),
         ("max_requeues=-1", "hydra.launcher.max_requeues: must be 0 or more"),
         ("signal_delay_s=3600", "hydra.launcher.signal_delay_s: 3600 s before the time limit of 60 min"),
         ("sbatch_args=[-x]", "hydra.launcher.sbatch_args: '-x' is not a long option"),

@@ -96,7 +96,9 @@ def test_a_sweep_that_has_no_folder_is_a_mistake(tmp_path: Path, capsys: pytest.
     (tmp_path / "file").touch()
     GlobalHydra.instance().clear()
     assert call_here("-m", *SMALL, "run.seed=1,2", f"run.output_dir={tmp_path / 'file'}") == 2
-    assert "error: run.output_dir: cannot make" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: hydra.sweep.dir: cannot make {tmp_path / 'file'}")
+    assert "another run.output_dir" in said
 
 
 def test_a_failed_job_does_not_stop_the_others(

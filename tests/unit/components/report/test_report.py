@@ -502,6 +502,9 @@ def test_a_completion_may_have_other_separators_of_lines(tmp_path: Path) -> None
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run and no sweep"):
         entries(tmp_path)
+    (tmp_path / "sweep.json").touch()
+    with pytest.raises(ConfigError, match="no job of this sweep has begun"):
+        entries(tmp_path)
 
 
 def test_what_varies() -> None:
