@@ -101,13 +101,15 @@ def all_entries(folders: Sequence[Path]) -> list[Entry]:
     Raises:
         ConfigError: if one of the folders has no run.
     """
-    found = [each for folder in folders for each in entries(folder)]
+    found = [(folder, each) for folder in folders for each in entries(folder)]
     if len(folders) == 1:
-        return found
+        return [each for _, each in found]
     unique: dict[Path | int, Entry] = {}
-    for place, each in enumerate(found):
+    for place, (source, each) in enumerate(found):
         key = place if each.folder is None else each.folder.resolve()  # a refused job has no folder
-        if key not in unique or unique[key].status is None:  # the record of a job says more than its folder
+        # The record of a job says more than its folder, and that of the last sweep to continue it the most.
+        last = each.status is not None and source.name == sweep_of(each.folder)
+        if key not in unique or unique[key].status is None or last:
             unique[key] = each
     return [replace(each, number=number) for number, each in enumerate(unique.values())]
 
@@ -148,15 +150,26 @@ def arguments_of(run: Path) -> list[str] | None:
 
     None means that its run.json is missing or cannot be read.
     """
-    if not (run / "run.json").is_file():
-        return None
-    try:
-        record = RunRecord.read(run)
-    except ConfigError:  # the page shows that it cannot be read
+    record = read_record(run)
+    if record is None:
         return None
     if record.sweep is not None or is_sweep(record.command) or not record.command:
         return single_job_overrides(record.overrides, record.command)
     return list(record.command[1:])
+
+
+def sweep_of(run: Path | None) -> str | None:
+    """Return the name of the folder of the last sweep that ``run`` was a job of, or None without one."""
+    record = None if run is None else read_record(run)
+    return None if record is None or record.sweep is None else Path(record.sweep.folder).name
+
+
+def read_record(run: Path) -> RunRecord | None:
+    """Return the record of ``run``, or None if it cannot be read, which the page shows."""
+    try:
+        return RunRecord.read(run)
+    except (ConfigError, OSError):
+        return None
 
 
 def where_now(sweep: Path, folder: Path) -> Path:

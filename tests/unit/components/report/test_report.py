@@ -22,6 +22,7 @@ from components.report.page import varied_keys
 from components.report.runs import read_completions
 from runner.cli import run_or_answer
 from runner.commands.report import WATCH_S, all_entries, arguments_of, entries, parse, report
+from runner.records.job_record import JobRecord, SweepJob
 from runner.records.run_summary import Results
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!-- {{script}} & 'quotes' \""
@@ -491,6 +492,16 @@ def test_a_job_that_is_also_named_by_its_folder_keeps_its_record(tmp_path: Path,
     found = all_entries([folder for folder in folders if folder is not None])
     (same,) = (entry for entry in found if entry.folder == job.folder)
     assert (same.status, same.seconds, same.overrides) == (job.status, job.seconds, job.overrides)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_run_that_a_second_sweep_has_continued_has_its_record(tmp_path: Path, order: int) -> None:
+    run = finished(tmp_path / "run", lr=1.0, sweep={"folder": str(tmp_path / "second"), "number": 0})
+    for name, loss in (("first", 3.0), ("second", 2.0)):
+        job = SweepJob(tmp_path / name, 0, ())
+        job.write(JobRecord(0, (), "completed", str(run), loss=loss))
+    (found,) = all_entries([tmp_path / "first", tmp_path / "second"][::order])
+    assert found.loss == 2.0
 
 
 def test_a_completion_may_have_other_separators_of_lines(tmp_path: Path) -> None:
