@@ -99,6 +99,9 @@ def test_a_dry_run_of_a_search_shows_one_script_and_makes_no_study(
         ("max_requeues=-1", "hydra.launcher.max_requeues: must be 0 or more"),
         ("signal_delay_s=3600", "hydra.launcher.signal_delay_s: 3600 s before the time limit of 60 min"),
         ("sbatch_args=[-x]", "hydra.launcher.sbatch_args: '-x' is not a long option"),
+        ("sbatch_args=['--job-name=mine']", "--job-name=mine has a key; use hydra.launcher.name"),
+        ("sbatch_args=['--nodes=2']", "--nodes=2 has a key; use hydra.launcher.nodes"),
+        ("sbatch_args=['--no-requeue']", "--no-requeue has a key; use hydra.launcher.max_requeues"),
         ("tasks=2", "hydra.launcher.tasks"),
     ],
 )

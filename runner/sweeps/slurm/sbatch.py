@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 PYTHON = (sys.executable, "-P")
 """Interpreter of the jobs; with -P the working directory does not hide packages of this program."""
 
+KEYS = {
+    "job-name": "name",
+    "ntasks-per-node": "tasks_per_node",
+    "mem": "mem_gb",
+    "time": "timeout_min",
+    "signal": "signal_delay_s",
+    "array": "array_parallelism",
+    "requeue": "max_requeues",
+    "no-requeue": "max_requeues",
+}
+"""Option of sbatch -> the key that sets it, if their names differ."""
+
 
 @dataclass(frozen=True)
 class SbatchOptions:
@@ -55,6 +67,10 @@ class SbatchOptions:
                 raise ConfigError(
                     f"hydra.launcher.sbatch_args: {word!r} is not a long option; use --NAME=VALUE."
                 )
+            name = word.removeprefix("--").partition("=")[0]
+            key = KEYS.get(name, name.replace("-", "_"))
+            if vars(self).get(key) is not None:  # None is not in the script
+                raise ConfigError(f"hydra.launcher.sbatch_args: {word} has a key; use hydra.launcher.{key}.")
         if self.signal_delay_s >= 60 * self.timeout_min:
             raise ConfigError(
                 f"hydra.launcher.signal_delay_s: {self.signal_delay_s} s before the time limit of "
