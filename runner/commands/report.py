@@ -124,7 +124,7 @@ def entries(folder: Path) -> list[Entry]:
     """
     if (folder / "run.json").is_file():
         return [Entry(0, folder, arguments_of(folder))]
-    if (folder / "preflight.json").is_file():
+    if is_forecast(folder):
         return [Entry(0, folder, status=FORECAST)]
     if records := read_job_records(folder):
         return [entry(folder, record) for record in records]
@@ -142,7 +142,13 @@ def entries(folder: Path) -> list[Entry]:
 
 def entry(sweep: Path, record: JobRecord) -> Entry:
     folder = None if record.folder is None else where_now(sweep, Path(record.folder))
-    return Entry(**vars(record) | {"folder": folder, "arguments": folder and arguments_of(folder)})
+    status = FORECAST if folder is not None and is_forecast(folder) else record.status
+    changed = {"folder": folder, "arguments": folder and arguments_of(folder), "status": status}
+    return Entry(**vars(record) | changed)
+
+
+def is_forecast(folder: Path) -> bool:
+    return (folder / "preflight.json").is_file() and not (folder / "run.json").is_file()
 
 
 def arguments_of(run: Path) -> list[str] | None:

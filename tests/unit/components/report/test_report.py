@@ -269,10 +269,13 @@ def test_a_run_and_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(entries(tmp_path / "sft")) == 2
 
 
-def test_a_rehearsal_is_shown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_sweep", [False, True])
+def test_a_rehearsal_is_shown(tmp_path: Path, in_sweep: bool) -> None:
     (tmp_path / "preflight.json").write_text(json.dumps({"waits": [{"line": "engine.py:7", "count": 3}]}))
     (tmp_path / "config.yaml").write_text("run: {dtype: bf16}")
-    (found,) = write_page("t", entries(tmp_path), tmp_path / "page.html")
+    SweepJob(tmp_path / "s", 0, ()).write(JobRecord(0, (), "completed", str(tmp_path)))
+    shown = entries(tmp_path / "s" if in_sweep else tmp_path)
+    (found,) = write_page("t", shown, tmp_path / "page.html")
     assert (found.missing, found.config, found.status) == ([], {"run.dtype": "bf16"}, "forecast")
     assert "engine.py:7" in (tmp_path / "page.html").read_text()
 
