@@ -1,7 +1,6 @@
 """``hydra/launcher=slurm``: the jobs of a sweep as one SLURM job array, watched until all are over."""
 
 import copy
-import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,16 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.core.utils import JobReturn, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from components.contracts.errors import ConfigError
+from hydra_plugins.runner_sweeps.local import returned
 from runner.config.sources import ConfigSources
 from runner.distribution import pip_install
-from runner.records.job_record import SWEEP_FOLDER, read_job_record
+from runner.records.job_record import SWEEP_FOLDER, SweepJob
 
 if TYPE_CHECKING:
     from runner.sweeps.slurm.job import SlurmJob
@@ -42,7 +42,7 @@ class SlurmLauncher(Launcher):
         self.context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs and return their losses, which are NaN for failed jobs.
+        """Run the jobs and return their losses, which are NaN for jobs without one.
 
         A failed job does not raise an error here; the error is in its job record.
 
@@ -59,7 +59,7 @@ class SlurmLauncher(Launcher):
             print_dry_run(allocation, sweep / "slurm", jobs)
         elif jobs:
             submit(allocation, sweep / "slurm", jobs)
-        return [job_return(config, sweep) for config in configs]
+        return [returned(SweepJob(sweep, config.hydra.job.num, ())) for config in configs]
 
     def allocation(self) -> "SbatchOptions":
         """Build the allocation from the options.
@@ -139,19 +139,3 @@ def without_hydra(config: DictConfig) -> DictConfig:
     with open_dict(task):
         del task["hydra"]
     return task
-
-
-def job_return(config: DictConfig, sweep: Path) -> JobReturn:
-    """Return the job as completed, whatever its outcome.
-
-    For a failed job Hydra would raise an error, which would hide the outcomes of the other jobs.
-    """
-    path = sweep / "jobs" / f"{config.hydra.job.num}.json"
-    record = read_job_record(path) if path.exists() else None
-    ended = record is not None and record.status in {"completed", "pruned"}
-    loss = record.loss if record is not None and ended else None
-    answer = JobReturn(
-        overrides=list(config.hydra.overrides.task), cfg=without_hydra(config), status=JobStatus.COMPLETED
-    )
-    answer.return_value = math.nan if loss is None else loss
-    return answer
