@@ -644,6 +644,12 @@ ALPACA = f"{AX}datasets: [{{path: a.jsonl, type: alpaca}}]\n"
         ),
         (
             "llamafactory",
+            LF.format("sft") + "pissa_init: true\npissa_iter: 0",
+            {"adapter.pissa_niter": 0},
+            "",
+        ),
+        (
+            "llamafactory",
             LF.format("sft") + "use_muon: true\nuse_unsloth: false\nuse_galore: true",
             {"optimizer._target_": "components.optimizers.Muon"},
             "No equivalent here:\n#   use_galore=True",

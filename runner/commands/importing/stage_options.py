@@ -161,7 +161,7 @@ def choose_adapter(work: Translation) -> None:
     if not work.left.get("pissa_init"):
         work.skip("pissa_iter", "pissa_init is off")
     elif (iterations := work.take("pissa_iter")) != -1:
-        work.words["adapter.pissa_niter"] = iterations or 16
+        work.words["adapter.pissa_niter"] = 16 if iterations is None else iterations
     if not kept:
         work.left = {
             name: value for name, value in work.left.items() if "lora" not in name or name in work.given
