@@ -134,11 +134,6 @@ class LoRA:
 
     def _check_quantized(self, model: PreTrainedModel) -> None:
         nf4.check_installed()
-        if torch.__version__ < "2.12":  # its FSDP wraps every sharded tensor in a parameter with a gradient
-            raise ConfigError(
-                f"adapter.quantize: nf4 needs torch 2.12 or newer, and this is {torch.__version__}; "
-                "pip install 'torch>=2.12', or use adapter=lora."
-            )
         if self.dora or moe_blocks(model):
             what = "adapter.dora" if self.dora else "a model with experts"
             raise ConfigError(f"adapter.quantize: is not supported with {what}; use adapter.quantize=null.")

@@ -27,13 +27,21 @@ disk."""
 
 
 def check(adapter: LoRA | None, tp: int) -> None:
-    """Check that ``tp`` ranks can split ``adapter``.
+    """Check that FSDP can shard ``adapter``, and that ``tp`` ranks can split it.
 
     Raises:
-        ConfigError: if ``tp`` is above 1, and ``adapter`` is DoRA, quantises, or trains modules other than
-            the scalar head in full.
+        ConfigError: if ``adapter`` quantises and torch is too old; or if ``tp`` is above 1, and ``adapter``
+            is DoRA, quantises, or trains modules other than the scalar head in full.
     """
-    if adapter is None or tp == 1:
+    if adapter is None:
+        return
+    # The FSDP of an older torch wraps every sharded tensor in a parameter with a gradient.
+    if adapter.quantize and torch.__version__ < "2.12":
+        raise ConfigError(
+            f"adapter.quantize: nf4 needs torch 2.12 or newer, and this is {torch.__version__}; "
+            "pip install 'torch>=2.12', or use adapter=lora."
+        )
+    if tp == 1:
         return
     saved = set(adapter.modules_to_save) - {SCORE}
     others = {"dora": adapter.dora, "modules_to_save": saved, "quantize": adapter.quantize}
