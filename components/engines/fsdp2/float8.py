@@ -17,6 +17,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.engines.fsdp2.grouped_experts import grouped_experts
 from components.engines.fsdp2.layout import FSDP2Layout
+from components.models.experts import EXPERT_PARAM
 from components.models.hf_private import block_names
 
 MULTIPLE = 16
@@ -56,12 +57,13 @@ def check(model: PreTrainedModel, layout: FSDP2Layout, adapter: LoRA | None, sha
 
 
 def block_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers in decoder blocks by name, except the two matrices of an adapter."""
+    """Return the linear layers in decoder blocks by name, except experts and the matrices of an adapter."""
     found, kinds, block = {}, block_names(model), "no block yet"
     for name, module in model.named_modules():
         if type(module).__name__ in kinds:
             block = f"{name}."
-        if isinstance(module, nn.Linear) and name.startswith(block) and ".lora_" not in name:
+        other = ".lora_" in name or EXPERT_PARAM.match(name)
+        if isinstance(module, nn.Linear) and name.startswith(block) and not other:
             found[name] = module
     return found
 

@@ -18,6 +18,19 @@ def test_torchao_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         float8.check(model, FSDP2(), None, 1)
 
 
+def test_experts_do_not_compute_in_float8() -> None:
+    """Neither are their rows gathered in float8, nor are they enough for a run in float8."""
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 48, "hidden_size": 32}
+    model = ModelSpec(architecture=TINY | experts | {"head_dim": 16}).meta_model
+    gathered = FSDP2(fp8_recipe="tensorwise", fp8_all_gather=True)
+    float8.check(model, gathered, None, 32)
+    with pytest.raises(ConfigError, match=r"fp8_all_gather: 64 ranks .* the 32 rows"):
+        float8.check(model, gathered, None, 64)
+    model = ModelSpec(architecture=TINY | experts | {"head_dim": 6}).meta_model
+    with pytest.raises(ConfigError, match=r"run\.dtype: fp8 needs linear layers .* this model has none"):
+        float8.check(model, FSDP2(), None, 1)
+
+
 def test_the_gpu_needs_products_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     check_float8("cpu", None, FSDP2())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
