@@ -126,7 +126,7 @@ def adapter_overrides(path: Path) -> dict[str, str]:
     settings = read_json(path / CONFIG)
     model = {"model.path": settings.get(BASE), "model.revision": settings.get(REVISION)}
     kind = "dora" if settings.get("use_dora") else "qlora" if nf4.has_config(path) else "lora"
-    named = {key: value for key, value in model.items() if value is not None}
+    named = {key: value for key, value in model.items() if value}
     return {**named, "adapter": kind, "adapter.path": str(path)}
 
 

@@ -220,12 +220,20 @@ def load_adapted(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
 
     transformers' own loading of adapters (5.23) ignores the magnitudes of DoRA. The class is that of language
     models even if the adapter names no task, because only this class generates with its own config.
+
+    Raises:
+        ConfigError: if the adapter names no base model.
     """
     from peft import PeftModelForCausalLM  # slow to import
 
     named = read_json(folder / ADAPTER_CONFIG_NAME)
+    if not (path := named.get("base_model_name_or_path")):
+        raise ConfigError(
+            f"checkpoint: {folder}/{ADAPTER_CONFIG_NAME} names no base model (base_model_name_or_path); "
+            "name its folder or hub id there."
+        )
     base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        named["base_model_name_or_path"], revision=named.get("revision"), trust_remote_code=trust_remote_code
+        path, revision=named.get("revision"), trust_remote_code=trust_remote_code
     )
     if nf4.has_config(folder):
         nf4.check_installed()

@@ -28,7 +28,7 @@ from runner.cli import run_or_answer
 from runner.commands.chat import chat
 from runner.commands.evaluate import evaluation
 from runner.commands.generate import write_completions
-from runner.commands.trained_model import read_checkpoint, record_options
+from runner.commands.trained_model import open_model, read_checkpoint, record_options
 from tests.e2e.commands import EXPORTING, SMALL, call_here, newest, rows, run_here, write_chats
 
 GUIDE = Path(__file__).parents[2] / "docs" / "after_training.md"
@@ -256,10 +256,15 @@ def test_an_adapter_is_evaluated(tmp_path: Path, adapted: Path, chats: Path) -> 
     )
 
 
-def test_an_adapter_that_names_no_base_model(tmp_path: Path, adapted: Path) -> None:
+@pytest.mark.parametrize("base", [{}, {"base_model_name_or_path": None}, {"base_model_name_or_path": ""}])
+def test_an_adapter_that_names_no_base_model(tmp_path: Path, adapted: Path, base: dict[str, Any]) -> None:
     shutil.copytree(adapted / "export", tmp_path / "lora")
     file = tmp_path / "lora" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
+    config = json.loads(file.read_text())
+    del config["base_model_name_or_path"]
+    file.write_text(json.dumps(config | base))
+    with pytest.raises(ConfigError, match=r"^checkpoint: .*lora/adapter_config\.json names no base model"):
+        open_model({"checkpoint": f"{tmp_path}/lora"})
     with pytest.raises(ConfigError, match=r"names no base model .* add model\.path=DIR"):
         evaluation([f"checkpoint={tmp_path}/lora"])
     named = [f"checkpoint={tmp_path}/lora", "model.path=base"]
