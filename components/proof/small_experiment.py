@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from components.adapters import LoRA
 from components.atomic_write import write_atomic
 from components.contracts.configs import AdapterConfig, DataConfig, ModelConfig
 from components.contracts.json_types import Config, Json
@@ -41,12 +42,18 @@ def small_model(
     return keys, old.to_dict(), fields
 
 
-def small_adapter(adapter: AdapterConfig | None, node: Config) -> Json:
-    """Return the keys of a new adapter in place of one whose training is continued (``path``)."""
-    if adapter is None or adapter.path is None:
-        return {}
-    settings = {key: getattr(adapter, key) for key in node if hasattr(adapter, key)}
-    return settings | {"path": None, "init_lora_weights": "kaiming"}
+def small_adapter(adapter: AdapterConfig | None, node: Config, model: ModelConfig) -> Json:
+    """Return the keys of a new adapter in place of one whose training is continued (``path``).
+
+    Its rank is at most the largest one for ``model``, the small one.
+    """
+    keys: Json = {}
+    if adapter is not None and adapter.path is not None:
+        settings = {key: getattr(adapter, key) for key in node if hasattr(adapter, key)}
+        keys = settings | {"path": None, "init_lora_weights": "kaiming"}
+    if isinstance(adapter, LoRA):
+        keys["r"] = min(adapter.r, adapter.largest_rank(model.meta_model))
+    return keys
 
 
 def small_data(data: DataConfig, node: Config, limits: Limits) -> Json:

@@ -19,7 +19,7 @@ from components.proof.steps import ONE_PROCESS
 from components.proof.verdict import BOUND, Errors, compare
 from components.reference.source import resolve_reference
 from runner.config.instantiate import build_experiment
-from runner.launch.checks import RunPreparation
+from runner.launch.checks import RunPreparation, check_parts
 from runner.launch.spawn import run_workers
 from runner.logging_setup import log_to
 from runner.training.proof_rank import proof_run
@@ -37,7 +37,7 @@ def print_proof(launch: RunPreparation) -> float:
             fewer steps than the proof.
         TrainingError: if a rank fails, an error is above the bound, or the error of the control is not.
     """
-    launch.check_layout(launch.experiment.model.meta_model, launch.experiment.adapter)
+    launch.check_layout(check_parts(launch.experiment), launch.experiment.adapter)
     small, changed = shrink(launch)
     run, rows = small.experiment.run, small.experiment.run.rows_per_microbatch
     other = 2 if rows == 1 else 1
@@ -111,7 +111,8 @@ def shrink(launch: RunPreparation) -> tuple[RunPreparation, list[Json]]:
     """Return a small version of the run that passes all checks, and a row for each key that it changes.
 
     Raises:
-        ConfigError: if no small layout passes; the error is that of the first one.
+        ConfigError: if no small layout passes; the error is that of the first one, with a sentence about
+            layers that the small model lacks.
     """
     refusals: list[ConfigError] = []
     for layout in small_layouts(launch.experiment.parallelism):
@@ -119,7 +120,12 @@ def shrink(launch: RunPreparation) -> tuple[RunPreparation, list[Json]]:
             return with_layout(launch, layout)
         except ConfigError as error:
             refusals.append(error)
-    raise refusals[0]
+    text = str(refusals[0])
+    if "matches no" not in text:
+        raise refusals[0]
+    raise ConfigError(
+        f"{text} The proof has a smaller model; if that lacks the layer, use preflight.shrink.layers=null."
+    ) from refusals[0]
 
 
 def with_layout(launch: RunPreparation, layout: ParallelismSpec) -> tuple[RunPreparation, list[Json]]:
@@ -136,14 +142,18 @@ def with_layout(launch: RunPreparation, layout: ParallelismSpec) -> tuple[RunPre
     rows = 2 if run["micro_batch_size"] == "auto" else min(run["micro_batch_size"], MOST_ROWS)
     ranks = layout.world_size({}, 0)
     others = experiment.stage.reference == "precomputed" or stage.get("reference_path")
-    frozen: Json = {"reference": "frozen", "reference_path": None} if others else {}
+    # A frozen copy of a quantised model is refused, because it would be in full precision.
+    choice = "adapter_off" if getattr(experiment.adapter, "quantize", None) else "frozen"
+    own: Json = {"reference": choice, "reference_path": None} if others else {}
+    described = {key: value for key, value in model.items() if key != "moe"}
+    adapter = small_adapter(experiment.adapter, config["adapter"], replace(experiment.model, **described))
     names = [] if layout == experiment.parallelism else [*SIZES, *STAGES, "dp_shard"]
     nodes: Mapping[str, Json] = {
         "model": model,
         "parallelism": {name: getattr(layout, name) for name in names if hasattr(layout, name)},
-        "adapter": small_adapter(experiment.adapter, config["adapter"]),
+        "adapter": adapter,
         "data": small_data(experiment.data, config["data"], limits),
-        "stage": {key: value for key, value in frozen.items() if key in stage},
+        "stage": {key: value for key, value in own.items() if key in stage},
         "checkpoint": {"init_from": None},
         "run": {
             "device": "cpu",

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from components.contracts.errors import DONE, FAILED, MISTAKE
+from benchmarks.compose import composed
+from components.contracts.errors import DONE, FAILED, MISTAKE, ConfigError
+from runner.config.sources import ConfigSources
+from runner.launch.checks import RunPreparation, check_launch
+from runner.launch.prove import shrink
 from tests.e2e.commands import ROOT, SMALL, call_here, run_forked
 
 FOCAL = ("stage._target_=my_losses.Focal", "+stage.gamma=2")
@@ -90,6 +94,33 @@ def test_a_loss_that_divides_by_its_micro_batch(own: Path, capfd: pytest.Capture
     assert "1 and 2 rows in a micro-batch differ in one process already, the gradient of model." in said
 
 
+def shrunk(*overrides: str) -> tuple[RunPreparation, dict[str, tuple[str, str]]]:
+    launch = check_launch(composed([*overrides, "run.name=x", "preflight.mode=prove"]), ConfigSources(), ())
+    small, changed = shrink(launch)
+    return small, {row["key"]: (row["composed"], row["proof"]) for row in changed}
+
+
+@pytest.mark.parametrize(
+    ("rank", "more", "least"),
+    [(128, (), 64), (64, (), None), (64, ("adapter.init_lora_weights=pissa",), 32)],
+    ids=["over", "fits", "pissa"],
+)
+def test_the_rank_fits_the_small_model(rank: int, more: tuple[str, ...], least: int | None) -> None:
+    _, changed = shrunk("model=llama3_1b", "adapter=lora", f"adapter.r={rank}", *more)
+    assert changed.get("adapter.r") == (None if least is None else (str(rank), str(least)))
+
+
+def test_the_reference_of_a_quantised_model_is_in_4_bits() -> None:
+    small, changed = shrunk(*SMALL, "stage=dpo", "adapter=qlora", "stage.reference_path=x")
+    assert changed["stage.reference"] == ("auto", "adapter_off")
+    assert small.reference.choice == "adapter_off"
+
+
+def test_an_adapter_of_layers_that_the_small_model_lacks() -> None:
+    with pytest.raises(ConfigError, match=r"matches no module of llama.*use preflight\.shrink\.layers=null"):
+        shrunk("model=llama3_1b", "adapter=lora", "adapter.target_modules=[layers.9.self_attn.q_proj]")
+
+
 def test_a_failing_rank_is_told_with_its_traceback(tmp_path: Path) -> None:
     chosen = ["stage._target_=tests.e2e.losses.Fails", "+stage.how=raise", "preflight.mode=prove"]
     answer = run_forked(*SMALL, *chosen, *ON_TWO, f"run.output_dir={tmp_path}", cwd=ROOT)
@@ -107,6 +138,7 @@ def test_a_failing_rank_is_told_with_its_traceback(tmp_path: Path) -> None:
         (["parallelism=tp2", *HEADS], "parallelism.tp"),
         (["preflight.shrink.layers=0"], "preflight.shrink.layers"),
         (["run.max_steps=2"], "preflight.steps: is 3, but the run has 2"),
+        (["adapter=lora", "adapter.r=65"], "adapter.r: 65 is larger than the smaller side"),
     ],
 )
 def test_refused(
