@@ -176,15 +176,15 @@ class LoRA:
         """Return the shape of each trainable parameter in the model's order, ``modules_to_save`` last.
 
         Raises:
-            ConfigError: if ``targets`` or ``saved`` raises it, or the exported rank is larger than the
-                smaller side of a matrix.
+            ConfigError: if ``targets`` or ``saved`` raises it, or the exported rank of a new adapter is
+                larger than the smaller side of a matrix.
         """
         found: dict[str, torch.Size] = {}
         for name in self.targets(model):
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
             size = min(linear.in_features, linear.out_features)
-            if self.exported.r > size:
+            if self.path is None and self.exported.r > size:  # an adapter of peft may have any rank
                 half = "half of " if self.is_pissa else ""
                 raise ConfigError(
                     f"adapter.r: {self.r} is larger than {half}the smaller side of {name} "

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from components.adapters.target_modules import matches
 from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
@@ -27,8 +28,11 @@ HARMLESS = {
     "auto_mapping",
     "base_model_name_or_path",
     "eva_config",
+    "exclude_modules",
     "inference_mode",
     "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
     "lora_alpha",
     "lora_dropout",
     "loftq_config",
@@ -47,6 +51,9 @@ HARMLESS = {
 }
 """Keys of adapter_config.json that are read, or that do not affect further training of the adapter."""
 
+SELECTING = ("exclude_modules", "layers_pattern", "layers_to_transform")
+"""Keys of adapter_config.json that leave out modules with names in target_modules."""
+
 WHOLE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which peft leaves the base model unchanged. With pissa, olora or loftq,
 peft subtracts the product of the initial A and B from the base weights."""
@@ -56,10 +63,9 @@ peft subtracts the product of the initial A and B from the base weights."""
 class Settings:
     """The keys of adapter_config.json that are read, with their types."""
 
-    target_modules: list[str]
+    target_modules: list[str] | str
     r: int = 8
     lora_alpha: float = 8
-    modules_to_save: list[str] | None = None
     use_rslora: bool | None = None
     use_dora: bool | None = None
 
@@ -96,29 +102,37 @@ def read_settings(path: str) -> Json:
         if key not in HARMLESS and value not in (None, False, {}, [], "none"):
             raise ConfigError(
                 f"adapter.path: {path}: {key}={value} is not supported by the engines; use an adapter that "
-                "was trained without it."
+                "was trained without it, or a model that it was merged into with peft's merge_and_unload."
             )
-    target = config.get("target_modules")
-    if not isinstance(target, list):
-        raise ConfigError(
-            f"adapter.path: {path}: target_modules must be a list of names, got {target!r}; list the names "
-            f"of the adapted modules in {CONFIG}."
-        )
     try:
         as_type(Settings, config)
     except ValueError as error:
         raise ConfigError(f"adapter.path: {path}/{CONFIG}: {error}; correct it.") from error
-    saved = config.get("modules_to_save") or ()
-    if config.get("task_type") == "SEQ_CLS":  # for these, peft lists the heads of all architectures
-        saved = [name for name in saved if name != "classifier"]
+    adapted, saved = stored_modules(path)
+    words = config["target_modules"]
+    if isinstance(words, str) or any(config.get(key) not in (None, []) for key in SELECTING):
+        words = adapted
     return {
         "r": config.get("r", 8),  # peft's own defaults
         "alpha": config.get("lora_alpha", 8),
-        "target_modules": tuple(sorted(target)),
+        "target_modules": tuple(sorted(w for w in words if any(matches(name, w) for name in adapted))),
         "rslora": bool(config.get("use_rslora")),
-        "modules_to_save": tuple(saved),
+        "modules_to_save": saved,
         "dora": bool(config.get("use_dora")),
     }
+
+
+def stored_modules(path: str) -> tuple[list[str], tuple[str, ...]]:
+    """Return the modules of which the folder has an adapter, and those of which it has all parameters.
+
+    Names in adapter_config.json may match fewer modules, none, or more: in ``modules_to_save``, peft matches
+    every end of a name.
+    """
+    with open_file(adapter_file(path, TENSORS), "adapter.path") as file:
+        names = [name.removeprefix(PREFIX) for name in file.keys() if name.startswith(PREFIX)]  # noqa: SIM118
+    adapted = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
+    saved = {name.rpartition(".")[0] for name in names if ".lora_" not in name}
+    return sorted(adapted), tuple(sorted(saved))
 
 
 def adapter_overrides(path: Path) -> dict[str, str]:

@@ -114,11 +114,12 @@ def check_linear(model: PreTrainedModel, name: str, linears: Sequence[str]) -> N
     if module is output_head(model):
         raise ConfigError(
             f"adapter.target_modules: {name} is the output head, which cannot be adapted, because it is "
-            f"computed together with the loss; train it in full with adapter.modules_to_save=[{name}]."
+            f"computed together with the loss; train it in full with adapter.modules_to_save=[{name}], or "
+            "merge the adapter in adapter.path with peft's merge_and_unload."
         )
     raise ConfigError(
         f"adapter.target_modules: {name} is a {type(module).__name__}; only linear layers are adapted, like "
-        f"{', '.join(leaf_names(linears))}."
+        f"{', '.join(leaf_names(linears))}; merge an adapter of other layers with peft's merge_and_unload."
     )
 
 

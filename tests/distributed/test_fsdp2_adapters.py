@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -108,6 +108,31 @@ def test_an_export_is_bitwise_what_was_read_and_merges(
         merge_adapter(str(source), str(merged), base=str(base))
     with pytest.raises(ConfigError, match="names no model"):
         merge_adapter(str(source), str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"r": 40, "target_modules": ["k_proj"]},
+        {"target_modules": ["q_proj", "c_attn"]},
+        {"target_modules": ["q_proj", "up_proj"], "exclude_modules": ["layers.0.mlp.up_proj"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": 0},
+        {"target_modules": r".*\.1\..*(q_proj|down_proj)"},
+        {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+    ],
+    ids=["rank", "no match", "excluded", "layer", "pattern", "every norm"],
+)
+def test_whatever_peft_selects_is_merged(base: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = get_peft_model(plain_model("llama"), LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM"} | settings))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in cases.trained(model).values():
+            parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    merged = merge_adapter(str(tmp_path / "adapter"), str(tmp_path / "merged"), base=str(base))
+    found = logits(AutoModelForCausalLM.from_pretrained(merged))
+    expected = logits(PeftModel.from_pretrained(plain_model("llama"), tmp_path / "adapter"))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_a_checkpoint_holds_the_adapter_alone(plain: Plain, tmp_path: Path) -> None:

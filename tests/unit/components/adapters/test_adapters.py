@@ -156,9 +156,12 @@ def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
         ),
         (
             {"target_modules": ("norm",)},
-            "adapter.target_modules: model.norm is a Qwen3RMSNorm; only linear layers",
+            "adapter.target_modules: model.norm is a Qwen3RMSNorm; only linear layers.*merge_and_unload",
         ),
-        ({"target_modules": ("lm_head",)}, "lm_head is the output head, .*modules_to_save="),
+        (
+            {"target_modules": ("lm_head",)},
+            "lm_head is the output head, .*modules_to_save=.*, or merge .* with peft's merge_and_unload",
+        ),
         ({"modules_to_save": ("embed_tokens",)}, "modules_to_save: model.embed_tokens is tied"),
         ({"modules_to_save": ("q_proj",)}, "self_attn.q_proj is adapted too"),
         ({"modules_to_save": ("mlp",)}, "mlp is not a single module"),
@@ -202,6 +205,9 @@ def test_adapters_as_peft_saves_them(folder: Path, tmp_path: Path) -> None:
     theirs = {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
     eva = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | theirs | eva))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    score = {"base_model.model.score.weight": torch.ones(1, 32)}
+    save_file(tensors | score, tmp_path / "adapter_model.safetensors")
     assert continued(tmp_path).modules_to_save == ("score",)
 
 
@@ -233,7 +239,7 @@ def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"q_proj.lora_B.weight is \[32, 4\], .* needs \[64, 4"):
         continued(folder).check(wide.build(wide.config()))
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {"q_proj": 2}}))
-    with pytest.raises(ConfigError, match=r"rank_pattern=.* is not supported"):
+    with pytest.raises(ConfigError, match=r"rank_pattern=.* is not supported.* merge_and_unload"):
         continued(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa_niter_4"}))
     with pytest.raises(ConfigError, match="init_lora_weights=pissa_niter_4, peft changes the weights"):
@@ -257,7 +263,6 @@ def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) ->
         ("r", "four"),
         ("lora_alpha", "much"),
         ("target_modules", [1, 2]),
-        ("modules_to_save", 5),
         ("use_dora", "perhaps"),
     ],
 )
