@@ -27,7 +27,7 @@ from components.models.experts import EXPERT_PARAM, is_fully_trained, moe_blocks
 from components.models.export.hf_file_names import file_names
 from components.models.initialize import seeded
 from components.models.mtp import mtp_layers
-from components.models.scalar_head import SCORE, has_scalar_head
+from components.models.scalar_head import SCORE, has_scalar_head, is_classifier
 
 Init = Literal["kaiming", "gaussian", "pissa"]
 
@@ -112,7 +112,7 @@ class LoRA:
 
         Reasons are, for example, that the model lacks the modules, that ``r`` exceeds one of their sizes,
         that the model has frozen parameters or MTP layers, or that the folder ``path`` has an adapter of
-        another model.
+        another model, of a reward model or of other modules.
         """
         if self.quantize is not None:
             self._check_quantized(model)
@@ -125,6 +125,11 @@ class LoRA:
             raise ConfigError(
                 "model.mtp.num_layers: MTP layers are only trained with the whole model; use 0 with "
                 "an adapter, or adapter=none."
+            )
+        if self.path and not has_scalar_head(model) and is_classifier(Path(self.path).expanduser()):
+            raise ConfigError(
+                f"adapter.path: {self.path} is an adapter of a reward model, which has a scalar head; use "
+                "stage=rm."
             )
         shapes = self.shapes(model)
         others = {"dropout": self.dropout, "dora": self.dora, "init_lora_weights": self.is_pissa and "pissa"}

@@ -209,6 +209,8 @@ def test_adapters_as_peft_saves_them(folder: Path, tmp_path: Path) -> None:
     score = {"base_model.model.score.weight": torch.ones(1, 32)}
     save_file(tensors | score, tmp_path / "adapter_model.safetensors")
     assert continued(tmp_path).modules_to_save == ("score",)
+    with pytest.raises(ConfigError, match=r"adapter\.path: .* of a reward model, .*; use stage=rm"):
+        continued(tmp_path).check(spec("qwen3").meta_model)
 
 
 def test_a_module_trained_in_full_is_not_in_4_bits(tmp_path: Path) -> None:
