@@ -11,6 +11,9 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config, Json
 from components.models import nf4
 
+MODULES = ("target_modules", "modules_to_save")
+"""Settings that select modules."""
+
 
 def none() -> NoAdapter:
     """Return None for ``adapter=none``: no adapter is trained."""
@@ -73,17 +76,19 @@ def lora(
 
 
 def agreed_setting(asked: Config, stored: Config, path: str) -> Json:
-    """Return ``stored``, the settings of the adapter at ``path``.
+    """Return ``stored``, the settings of the adapter at ``path``, but with the modules in ``asked``.
+
+    These are words whose meaning depends on the model: ``LoRA.check`` compares them with the folder.
 
     Raises:
-        ConfigError: if a setting in ``asked`` that is not None differs from the stored one.
+        ConfigError: if another setting in ``asked`` that is not None differs from the stored one.
     """
-    for name, value in asked.items():
-        same = sorted(value) == sorted(stored[name]) if isinstance(value, tuple) else value == stored[name]
-        if value is not None and not same:
+    given = {name: value for name, value in asked.items() if value is not None}
+    for name, value in given.items():
+        if name not in MODULES and value != stored[name]:
             remedy = f"use adapter={'dora' if stored[name] else 'lora'}" if name == "dora" else "leave it out"
             raise ConfigError(
                 f"adapter.{name}: is {value}, but the adapter at adapter.path={path} has {stored[name]}; "
                 f"{remedy}."
             )
-    return dict(stored)
+    return {**stored, **given}

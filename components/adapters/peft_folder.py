@@ -159,7 +159,8 @@ def check_tensors(path: str, shapes: Mapping[str, torch.Size], rename: Rename) -
         what = f"lacks {PREFIX + missing[0]}" if missing else f"has the unexpected {extra[0]}"
         raise ConfigError(
             f"adapter.path: {path} {what} ({len(missing)} missing, {len(extra)} too many); it is an adapter "
-            "of another model."
+            "of another model, or of other modules than those that are asked for; use its own model, and "
+            "leave out adapter.target_modules and adapter.modules_to_save."
         )
     for name, shape in shapes.items():
         found = stored[PREFIX + rename(name)]

@@ -178,7 +178,6 @@ def test_what_does_not_fit_the_model_is_refused(changes: dict[str, Any], message
     ("changes", "message"),
     [
         ({"r": 8}, "adapter.r: is 8, but the adapter at adapter.path=.* has 4; leave it out"),
-        ({"target_modules": "mlp"}, "adapter.target_modules: is mlp, but"),
         ({"dora": True}, "adapter.dora: is True, .* has False; use adapter=lora"),
         ({"init_lora_weights": "gaussian"}, "adapter.init_lora_weights: is not read with adapter.path"),
     ],
@@ -228,9 +227,17 @@ def test_a_module_trained_in_full_is_not_in_4_bits(tmp_path: Path) -> None:
     assert kept == {"lm_head", f"{saved}.original_module", f"{saved}.modules_to_save.default"}
 
 
-def test_names_are_asked_for_in_any_order(folder: Path) -> None:
-    target = continued(folder).target_modules
-    assert continued(folder, target_modules=tuple(reversed(target))).target_modules == target
+@pytest.mark.parametrize("changes", [{"target_modules": "mlp"}, {"modules_to_save": ("lm_head",)}], ids=str)
+def test_an_export_is_continued_with_the_same_modules(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """They may be asked for in other words or in another order than the folder has them."""
+    own: dict[str, Any] = {"target_modules": "attention", "modules_to_save": ("norm", "lm_head")}
+    description = spec("llama")
+    adapter = described(**own)
+    export_adapter(adapter, description, random_tensors(adapter, description).items(), tmp_path)
+    for same in (own, {"target_modules": ("o_proj", "k_proj", "v_proj", "q_proj")}):
+        continued(tmp_path, **same).check(description.meta_model)
+    with pytest.raises(ConfigError, match=r"other modules than .* leave out adapter\.target_modules and"):
+        continued(tmp_path, **own | changes).check(description.meta_model)
 
 
 def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
