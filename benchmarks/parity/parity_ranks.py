@@ -32,8 +32,8 @@ def train(folder: Path, fault: Fault | None) -> dict[str, Tensor]:
     found: list[dict[str, Tensor]] = []
     build = rank.build_engine
 
-    def build_watched(experiment: Experiment, device: DeviceKind) -> Engine:
-        engine = build(experiment, device)
+    def build_watched(experiment: Experiment, device: DeviceKind, **options: Any) -> Engine:
+        engine = build(experiment, device, **options)
         found.append(capture(engine, first_only=True))
         return engine
 

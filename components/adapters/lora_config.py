@@ -218,12 +218,15 @@ class LoRA:
         own = self.shapes(model) if self.is_pissa else {}
         return {initial_name(name): shape for name, shape in own.items() if name.endswith((A, B))}
 
-    def weights(self, model: PreTrainedModel, seed: int, base: WeightSource) -> WeightSource:
+    def weights(
+        self, model: PreTrainedModel, seed: int, base: WeightSource, *, restores: bool = False
+    ) -> WeightSource:
         """Return the initial values by name, read from ``path`` or else a function of ``seed`` and the name.
 
         Drawn values are in float32. ``base`` is the source of the weights of ``model``, from which the
         magnitudes of DoRA (row norms), ``modules_to_save`` and pissa's factors are initialised. The returned
-        source caches pissa's factors, because their parts are read one by one.
+        source caches pissa's factors, because their parts are read one by one. They are zero if it
+        ``restores`` a checkpoint, which holds them, because a decomposition takes long.
         """
         shapes = self.shapes(model)
         if self.path is not None:
@@ -231,6 +234,8 @@ class LoRA:
 
         @cache
         def principal(module: str) -> tuple[Tensor, Tensor]:
+            if restores:
+                return torch.zeros(shapes[module + A]), torch.zeros(shapes[module + B])
             weight = base(f"{module}.weight")
             return principal_factors(weight, self.r, self.scaling, self.pissa_niter, seed, module)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from components.contracts.batch import Batch
+from components.contracts.configs import WeightSource
 from components.contracts.device import DeviceKind
 from components.contracts.json_types import Json
 from components.contracts.loss import Loss, LossEngine
@@ -196,3 +197,17 @@ class EngineOptions:
     float8: bool = False
     """Whether linear layers in decoder blocks multiply in float8. Everything else is in ``dtype``, which is
     then bf16."""
+    restores: bool = False
+    """Whether a checkpoint will be loaded, so that an adapter need not compute its initial values."""
+    progress: Callable[[], object] | None = None
+    """Called before each read of an initial weight, so that a slow start is not considered hung."""
+
+    def watched(self, weights: WeightSource) -> WeightSource:
+        """Return ``weights`` with a call of ``progress`` before each read."""
+
+        def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
+            if self.progress is not None:
+                self.progress()
+            return weights(name, index)
+
+        return read

@@ -21,7 +21,7 @@ from components.contracts.device import DeviceKind
 from components.contracts.engine import Engine, EngineOptions
 from components.contracts.errors import NonRetryableError, TrainingError
 from components.contracts.hook import Hook, HookRun
-from components.contracts.json_types import Config
+from components.contracts.json_types import Config, Json
 from components.engines.shared.parallel_dims import divisors
 from components.loggers import CompositeLogger, RunInfo
 from components.loggers.console import Terminal, terminal
@@ -137,8 +137,10 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
     ):
         fill_reference(experiment, folder, record, watchdog)
         filled = record.reference and replace(record.reference, compute=False)  # for a restart
-        watchdog.beat("building the engine")
-        with closing(build_engine(experiment, record.device), record.world_size) as engine:
+        beat = partial(watchdog.beat, "building the engine")
+        beat()
+        start: Json = {"progress": beat, "restores": record.checkpoint is not None}
+        with closing(build_engine(experiment, record.device, **start), record.world_size) as engine:
             peak = {"mfu_peak": peak_name(engine.device, DTYPES[experiment.run.dtype])}
             record = replace(record, engine_facts=engine.describe() | peak, reference=filled)
             if main:
@@ -238,9 +240,9 @@ def closing(engine: Engine, world_size: int) -> Iterator[Engine]:
     engine.close()
 
 
-def build_engine(experiment: Experiment, device: DeviceKind) -> Engine:
-    """Build the engine that trains, with its reference model if there is one."""
-    options = training_options(experiment, device)
+def build_engine(experiment: Experiment, device: DeviceKind, **others: Any) -> Engine:
+    """Build the engine that trains, with its reference model if there is one; ``others`` are its options."""
+    options = replace(training_options(experiment, device), **others)
     return experiment.parallelism.build(experiment.model, experiment.optimizer, options)
 
 

@@ -209,8 +209,8 @@ def train_rank(folder: Path, loaded: Path) -> None:
 def saving_what_is_loaded(path: Path) -> Iterator[None]:
     build_engine = rank.build_engine
 
-    def build(*args: Any) -> Any:
-        engine: Any = build_engine(*args)
+    def build(*args: Any, **options: Any) -> Any:
+        engine: Any = build_engine(*args, **options)
         load = engine.load
 
         def load_and_save(point: Path, **options: bool) -> None:

@@ -241,8 +241,9 @@ def make_engine(
     mtp_layers: int = 0,
     loss_scaling: LossScaling | None = None,
     moe: MoELossConfig = MoELossConfig(),  # noqa: B008  frozen
+    **others: Any,
 ) -> Any:
-    """Build the engine of this rank, by default FSDP2 on one rank."""
+    """Build the engine of this rank, by default FSDP2 on one rank; ``others`` are further options of it."""
     return (on or fsdp2()).build(
         replace(spec(family), freeze=freeze, train_only=train_only, moe=moe, mtp=MTPConfig(mtp_layers)),
         optimizer or AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm),
@@ -255,6 +256,7 @@ def make_engine(
             adapter=adapter,
             loss_scaling=loss_scaling,
             float8=float8,
+            **others,
         ),
     )
 

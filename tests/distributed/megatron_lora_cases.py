@@ -33,7 +33,14 @@ BETA = 0.5
 class Warm(LoRA):
     """An adapter whose B is not zero. With B = 0, A has no gradient and the logits do not change."""
 
-    def weights(self, model: PreTrainedModel, seed: int, base: WeightSource) -> WeightSource:  # noqa: ARG002
+    def weights(
+        self,
+        model: PreTrainedModel,
+        seed: int,
+        base: WeightSource,  # noqa: ARG002
+        *,
+        restores: bool = False,  # noqa: ARG002
+    ) -> WeightSource:
         shapes = self.shapes(model)
 
         def draw(name: str, index: tuple[slice, ...] = ()) -> Tensor:

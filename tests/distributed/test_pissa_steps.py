@@ -5,6 +5,7 @@ Other layouts are columns of the parity table.
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
-from components.adapters import LoRA
+from components.adapters import LoRA, lora_config
 from components.checkpoint.dcp import save_tensors
 from components.checkpoint.reader import StoredTensors
 from components.engines.fsdp2 import FSDP2
@@ -145,6 +146,21 @@ def test_a_checkpoint_holds_the_initial_factors(on: FSDP2 | Megatron, tmp_path: 
         assert identical(weights(folder / "after"), weights(tmp_path / "written"))
         assert not identical(weights(folder / "before"), weights(tmp_path / "written"))
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+@ENGINES
+def test_a_start_makes_progress_and_a_resume_decomposes_nothing(
+    on: FSDP2 | Megatron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, events = LoRA(r=3, init_lora_weights="pissa"), []
+    factors = lora_config.principal_factors
+    monkeypatch.setattr(lora_config, "principal_factors", lambda *x: events.append("svd") or factors(*x))
+    make_engine("llama", on=on, adapter=adapter, progress=lambda: events.append("beat")).close()
+    assert events.count("svd") == 14
+    assert ("svd", "svd") not in pairwise(events)
+    events.clear()
+    make_engine("llama", on=on, adapter=adapter, restores=True).close()
+    assert events == []
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:

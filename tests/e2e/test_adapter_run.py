@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from components.adapters import lora_config
 from components.contracts.errors import ConfigError
 from components.models.generate import load_model
 from components.models.pretrained import content_hash
 from runner.commands.evaluate import evaluation
 from runner.commands.export import export
+from runner.training.watchdog import Watchdog
 from tests.e2e.commands import EXPORTING, SMALL, call_here, curve, run_here
 
 LORA = (*EXPORTING, "adapter=lora", "adapter.r=4", "optimizer.lr=1e-2")
@@ -159,6 +162,20 @@ def test_pissa_resumes_and_is_exported_as_an_ordinary_adapter(tmp_path: Path) ->
         for name in last
         for dim in [int("lora_B" in name)]
     )
+
+
+def test_a_slow_start_is_not_hung_and_a_resume_is_not_slow(tmp_path: Path) -> None:
+    """The watchdog hears of each decomposition, and a run that resumes has none."""
+    options = (*LORA, PISSA[0], "run.export=false", "run.max_steps=1", "run.final_sample_tokens=0")
+    with (
+        mock.patch.object(Watchdog, "beat", autospec=True, side_effect=Watchdog.beat) as beat,
+        mock.patch.object(lora_config, "principal_factors", wraps=lora_config.principal_factors) as svd,
+    ):
+        run = run_here(tmp_path, *options)
+        heard = [call for call in beat.call_args_list if call.args[1] == "building the engine"]
+        assert len(heard) > svd.call_count == 14
+        run_here(tmp_path, *options, f"checkpoint.resume={run}", "run.max_steps=2")
+        assert svd.call_count == 14
 
 
 QLORA = (*EXPORTING, "adapter=qlora", "adapter.r=4", "optimizer.lr=1e-2", "stage=dpo")

@@ -77,7 +77,7 @@ class FSDP2Engine(TrainStepEngine):
         assert world is not None
         self.world, self.group = world, data.get_group()
         self.dp_rank, self.dp_size = data.get_local_rank(), data.size()
-        weights, adapter = model.weights(options.seed), options.adapter
+        weights, adapter = options.watched(model.weights(options.seed)), options.adapter
         self.scorer = build_model(model, weights, self.mesh, layout, options, device, trainable=True)
         if self.scorer.float8:
             log.info("products in float8: %s", ", ".join(f"{k} {v}" for k, v in self.scorer.float8.items()))
@@ -87,7 +87,7 @@ class FSDP2Engine(TrainStepEngine):
         if options.reference == "frozen":
             if options.reference_model is not None:
                 model = options.reference_model
-                weights = model.weights(options.seed)
+                weights = options.watched(model.weights(options.seed))
             self.reference = build_model(model, weights, self.mesh, layout, options, device, trainable=False)
         self.kept = [] if self.reference is None else list(self.reference.named_weights())
         self.synced = list(self.reference.members()) if self.reference and options.sync_reference else []

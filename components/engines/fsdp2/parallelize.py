@@ -257,7 +257,7 @@ def build_model(
     materialize_buffers(scorer.lm, device)
     trained = weights
     if adapter is not None:
-        trained = adapter.weights(spec.meta_model, options.seed, weights)
+        trained = adapter.weights(spec.meta_model, options.seed, weights, restores=options.restores)
     copy_weights(scorer, trained, nf4.quantized(weights, quantized, device))
     load_router_biases(scorer.lm, weights, device)
     return scorer.train(trainable)

@@ -132,7 +132,7 @@ class MegatronEngine(TrainStepEngine):
         config = transformer_config(hf, self.layout, options)
         parts = build_model_chunks(model.meta_model, config, self.layout, options)
         self.kept = parts.trained | parts.frozen
-        fill_parameters(self.kept | parts.stored, model.weights(options.seed))
+        fill_parameters(self.kept | parts.stored, options.watched(model.weights(options.seed)))
         return [chunk.requires_grad_(False).eval() for chunk in parts.chunks]
 
     # ---- the train step

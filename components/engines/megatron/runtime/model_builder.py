@@ -94,10 +94,10 @@ def number_layers(routers: Sequence[Router], found: HFTensorSlices, meta: PreTra
 
 def initial_weights(spec: ModelSpec, meta: PreTrainedModel, options: EngineOptions) -> WeightSource:
     """Return the source of the initial values of the model's parameters and of the adapter's."""
-    base, adapter = spec.weights(options.seed), options.adapter
+    base, adapter = options.watched(spec.weights(options.seed)), options.adapter
     if adapter is None:
         return base
-    added = adapter.weights(meta, options.seed, base)
+    added = adapter.weights(meta, options.seed, base, restores=options.restores)
     names = adapter.shapes(meta) | adapter.initial_shapes(meta)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
