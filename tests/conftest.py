@@ -37,6 +37,7 @@ FROZEN = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    forkserver.leave_files_unsynced()
     if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers use the folder of the controller
         folder = config.stash[SESSION] = Path(tempfile.mkdtemp(prefix="runner-tests-"))
         os.environ[budget.FOLDER] = str(folder)

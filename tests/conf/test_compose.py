@@ -13,7 +13,6 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from benchmarks.compose import composed
 from components.adapters.lora_config import LoRA
 from components.contracts.errors import ConfigError
 from components.preflight.search.layout_search import DEFAULTS
@@ -21,7 +20,7 @@ from runner.cli import config_dir
 from runner.config.command_line import single_job_overrides
 from runner.config.instantiate import NAMED, build_component, build_named
 from runner.config.sources import ConfigSources
-from tests.e2e.commands import call_here
+from tests.e2e.commands import call_here, composed
 
 CONF = Path(config_dir())
 GOLDEN = Path(__file__).parent / "golden"

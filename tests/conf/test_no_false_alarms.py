@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compose import composed
 from benchmarks.parity.parity_cells import Bench
 from benchmarks.parity.parity_rows import COLUMNS, ROWS, Column, Row
 from tests.conf.test_compose import EXPERIMENTS
-from tests.e2e.commands import call_here
+from tests.e2e.commands import call_here, composed
 
 DATA = {
     "finetune": ("chat", "model=tiny"),

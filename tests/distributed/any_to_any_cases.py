@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.compose import composed
 from benchmarks.parity.parity_cells import write_adapter, write_samples
 from benchmarks.parity.parity_experts import DEEPSEEK, QWEN3_MOE
 from benchmarks.parity.parity_muon import MUON
@@ -34,6 +33,7 @@ from runner.launch.prepare import prepare
 from runner.records.run_record import RunRecord
 from runner.training import rank
 from runner.training.rank import run_rank
+from tests.e2e.commands import composed
 from tests.ranks import Ranks
 
 STEPS, HALF = 5, 3

@@ -11,13 +11,13 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from benchmarks.compose import composed
 from benchmarks.parity.parity_ranks import train
 from components.data.tokenizer import PATH
 from components.proof.verdict import curve_error
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
 from runner.launch.prepare import prepare
+from tests.e2e.commands import composed
 from tests.oracle import OPTIMIZER, OPTIONS, tiny_model
 from tests.ranks import Ranks
 

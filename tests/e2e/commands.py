@@ -25,6 +25,7 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
 
+from benchmarks import compose
 from components.contracts.data import SampleKind
 from components.data.demo import SplitName, stdlib_records
 from components.data.records.samples import Sample
@@ -71,6 +72,12 @@ def call_here(*arguments: str) -> int:
         mock.patch("runner.sweeps.local_jobs.subprocess", FORKING),
     ):
         return cli.command()
+
+
+def composed(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what ``benchmarks.compose.composed`` returns; each file of options is read once per process."""
+    with one_composition():
+        return compose.composed(overrides)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from benchmarks.compose import composed
 from components.checkpoint.reader import StoredTensors
 from components.contracts.hook import Hook, HookRun
 from components.data.records.options import RecordOptions
@@ -21,7 +20,7 @@ from components.models.generate import complete
 from runner.commands import export
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
-from tests.e2e.commands import ROOT, SMALL, call_here, curve, rows, run_here
+from tests.e2e.commands import ROOT, SMALL, call_here, composed, curve, rows, run_here
 
 RUN = (*SMALL, "run.micro_batch_size=1", "scheduler=constant", "optimizer.lr=1e-2")
 EVERY = ("checkpoint.save_every=1", "checkpoint.keep_last=0")

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compose import composed
 from components.contracts.errors import DONE, FAILED, MISTAKE, ConfigError
 from runner.config.sources import ConfigSources
 from runner.launch.checks import RunPreparation, check_launch
 from runner.launch.prove import shrink
-from tests.e2e.commands import ROOT, SMALL, call_here, run_forked
+from tests.e2e.commands import ROOT, SMALL, call_here, composed, run_forked
 
 FOCAL = ("stage._target_=my_losses.Focal", "+stage.gamma=2")
 LION = ("optimizer=torch", "optimizer._target_=my_optimizers.Lion", "optimizer.lr=1e-3")

@@ -145,10 +145,12 @@ def test_an_odd_pruner_is_refused(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ODD_TEXT.values())
-def test_an_odd_sweep_is_refused_before_its_jobs(text: str, tmp_path: Path) -> None:
+def test_an_odd_sweep_is_not_resumed(text: str, tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/0.json").write_text("{}")
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ConfigError, match=r"sweep\.json"):
-        create_sweep(tmp_path, [])
+        create_sweep(tmp_path, [], resumes=True)
 
 
 @pytest.mark.parametrize("text", [*ODD_TEXT.values(), "{}", '{"rank": "first"}'])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.compose import composed
 from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.engines.fsdp2 import FSDP2
@@ -32,7 +31,7 @@ from components.preflight.search.memory_advice import Variation, candidates, che
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
 from tests.distributed.cases import fsdp2, megatron
-from tests.e2e.commands import SMALL
+from tests.e2e.commands import SMALL, composed
 
 GIGA = 1e9
 DEVICE = Device("test", "cuda", 2**30, True, 1e12, 0.5, link=100 * GIGA, network=10 * GIGA, per_node=8)

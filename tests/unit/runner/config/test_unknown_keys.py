@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.compose import composed
 from components.contracts.errors import ConfigError
 from runner.config.unknown_keys import (
     check_long_options,
@@ -18,6 +17,7 @@ from runner.config.unknown_keys import (
     unknown_key,
 )
 from runner.records.renamed_keys import RENAMED
+from tests.e2e.commands import composed
 
 ROOT = Path(__file__).parents[4]
 WORDS = [(tool, word) for tool, options in dictionary().items() for word in options]

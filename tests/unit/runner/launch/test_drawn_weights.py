@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compose import composed
 from components.checkpoint import RunIdentity
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
-from tests.e2e.commands import SMALL, little_data
+from tests.e2e.commands import SMALL, composed, little_data
 
 
 def identity(tmp_path: Path, *overrides: str) -> RunIdentity:

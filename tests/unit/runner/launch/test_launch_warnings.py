@@ -2,10 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compose import composed
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
-from tests.e2e.commands import SMALL, little_data
+from tests.e2e.commands import SMALL, composed, little_data
 
 PATH = "model.path=Qwen/Qwen3-0.6B"
 

@@ -8,7 +8,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.compose import composed
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron, pipeline_split
 from components.models import ModelSpec
@@ -27,6 +26,7 @@ from components.preflight.estimates.quantities import (
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
 from tests.distributed.cases import fsdp2, megatron
+from tests.e2e.commands import composed
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import MistralConfig, Qwen3Config
 
-from benchmarks.compose import composed
 from components.engines.megatron import pipeline_split
 from components.engines.shared.sdpa import additive_mask, packed_sdpa
 from components.preflight.engine_layouts import EngineLayout, memory
@@ -17,6 +16,7 @@ from components.preflight.estimates.quantities import MemoryInputs, MicrobatchSh
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
 from tests.distributed.cases import megatron
+from tests.e2e.commands import composed
 
 WORKLOAD = MicrobatchShape(rows=1, length=4096, labels=4096, num_microbatches=16)
 
