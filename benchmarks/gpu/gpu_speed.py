@@ -81,7 +81,7 @@ class Clock:
 def ours(experiment: Experiment, loader: DataLoader, clock: Clock, steps: int) -> None:
     """Train with the engine of the layout, as the training loop calls it."""
     engine = build_engine(experiment, clock.device.type)
-    loss, data = experiment.stage, Prefetched(loader, pin=clock.device.type == "cuda")
+    loss, data = experiment.stage, Prefetched(loader, clock.device)
     for step in range(steps):
         microbatches = loss.prepare(data.microbatches(step), engine)
         engine.begin_train_step(microbatches, loss)

@@ -78,7 +78,7 @@ def lora(
 def agreed_setting(asked: Config, stored: Config, path: str) -> Json:
     """Return ``stored``, the settings of the adapter at ``path``, but with the modules in ``asked``.
 
-    These are words whose meaning depends on the model: ``LoRA.check`` compares them with the folder.
+    Names of modules depend on the model: ``LoRA.check`` compares them with the folder.
 
     Raises:
         ConfigError: if another setting in ``asked`` that is not None differs from the stored one.

@@ -225,8 +225,8 @@ class LoRA:
 
         Drawn values are in float32. ``base`` is the source of the weights of ``model``, from which the
         magnitudes of DoRA (row norms), ``modules_to_save`` and pissa's factors are initialised. The returned
-        source caches pissa's factors, because their parts are read one by one. They are zero if it
-        ``restores`` a checkpoint, which holds them, because a decomposition takes long.
+        source caches pissa's factors, because their parts are read one by one. With ``restores``, they are
+        zero: the checkpoint that will be loaded contains them, and a decomposition takes long.
         """
         shapes = self.shapes(model)
         if self.path is not None:

@@ -102,13 +102,19 @@ def read_settings(path: str) -> Json:
         if key not in HARMLESS and value not in (None, False, {}, [], "none"):
             raise ConfigError(
                 f"adapter.path: {path}: {key}={value} is not supported by the engines; use an adapter that "
-                "was trained without it, or a model that it was merged into with peft's merge_and_unload."
+                "was trained without it, or merge it with peft's merge_and_unload and train the merged model."
             )
     try:
         as_type(Settings, config)
     except ValueError as error:
         raise ConfigError(f"adapter.path: {path}/{CONFIG}: {error}; correct it.") from error
     adapted, saved = stored_modules(path)
+    named = tuple(config.get("modules_to_save") or ())
+    if untrained := [name for name in saved if not name.endswith(named)]:
+        raise ConfigError(
+            f"adapter.path: {path} has the weights of {untrained[0]}, which is not in its modules_to_save, "
+            "so peft did not train it (save_embedding_layers); save the adapter without it."
+        )
     words = config["target_modules"]
     if isinstance(words, str) or any(config.get(key) not in (None, []) for key in SELECTING):
         words = adapted
@@ -132,6 +138,11 @@ def stored_modules(path: str) -> tuple[list[str], tuple[str, ...]]:
         names = [name.removeprefix(PREFIX) for name in file.keys() if name.startswith(PREFIX)]  # noqa: SIM118
     adapted = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
     saved = {name.rpartition(".")[0] for name in names if ".lora_" not in name}
+    if not adapted:
+        raise ConfigError(
+            f"adapter.path: {path}: {TENSORS} has no adapter of a module (a name that begins with {PREFIX}); "
+            "give the folder of a saved adapter."
+        )
     return sorted(adapted), tuple(sorted(saved))
 
 

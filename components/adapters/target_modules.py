@@ -115,11 +115,12 @@ def check_linear(model: PreTrainedModel, name: str, linears: Sequence[str]) -> N
         raise ConfigError(
             f"adapter.target_modules: {name} is the output head, which cannot be adapted, because it is "
             f"computed together with the loss; train it in full with adapter.modules_to_save=[{name}], or "
-            "merge the adapter in adapter.path with peft's merge_and_unload."
+            "if adapter.path is set, merge that adapter with peft's merge_and_unload."
         )
     raise ConfigError(
         f"adapter.target_modules: {name} is a {type(module).__name__}; only linear layers are adapted, like "
-        f"{', '.join(leaf_names(linears))}; merge an adapter of other layers with peft's merge_and_unload."
+        f"{', '.join(leaf_names(linears))}; if adapter.path has an adapter of other layers, merge it with "
+        "peft's merge_and_unload."
     )
 
 

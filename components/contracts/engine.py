@@ -200,7 +200,8 @@ class EngineOptions:
     restores: bool = False
     """Whether a checkpoint will be loaded, so that an adapter need not compute its initial values."""
     progress: Callable[[], object] | None = None
-    """Called before each read of an initial weight, so that a slow start is not considered hung."""
+    """Function that is called before each read of an initial weight, so that a slow start is not considered
+    hung. None means that nothing is called."""
 
     def watched(self, weights: WeightSource) -> WeightSource:
         """Return ``weights`` with a call of ``progress`` before each read."""

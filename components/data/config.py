@@ -374,7 +374,7 @@ class StdlibData(Data):
 
 def _whole_steps(steps: float) -> int:
     """Round a fraction up, as transformers does, but not the error of a product such as 50 * 1.1."""
-    return math.ceil(round(steps, 6))
+    return max(math.ceil(round(steps, 6)), 1)
 
 
 def _flags(chosen: Ints, number: int) -> Bools:

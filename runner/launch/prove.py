@@ -121,7 +121,7 @@ def shrink(launch: RunPreparation) -> tuple[RunPreparation, list[Json]]:
         except ConfigError as error:
             refusals.append(error)
     text = str(refusals[0])
-    if "matches no" not in text:
+    if "matches no" not in text or launch.experiment.preflight.shrink.layers is None:
         raise refusals[0]
     raise ConfigError(
         f"{text} The proof has a smaller model; if that lacks the layer, use preflight.shrink.layers=null."
@@ -147,6 +147,8 @@ def with_layout(launch: RunPreparation, layout: ParallelismSpec) -> tuple[RunPre
     own: Json = {"reference": choice, "reference_path": None} if others else {}
     described = {key: value for key, value in model.items() if key != "moe"}
     adapter = small_adapter(experiment.adapter, config["adapter"], replace(experiment.model, **described))
+    if others and choice == "adapter_off":
+        adapter["modules_to_save"] = None  # otherwise the reference could not be the base model
     names = [] if layout == experiment.parallelism else [*SIZES, *STAGES, "dp_shard"]
     nodes: Mapping[str, Json] = {
         "model": model,

@@ -48,9 +48,9 @@ def run(
     Raises:
         ConfigError: if the config is wrong, before any rank starts.
         TrainingError: if a rank failed.
-        SystemExit: if a signal has stopped the run, with code DONE, or INTERRUPTED for an evaluation; a sweep
-            then starts no other job. With code MISTAKE on the other ranks of torchrun or srun, after rank 0
-            could not prepare the run.
+        SystemExit: if a signal has stopped the run or came after its last step, with code DONE, or
+            INTERRUPTED for an evaluation; a sweep then starts no other job. With code MISTAKE on the other
+            ranks of torchrun or srun, after rank 0 could not prepare the run.
         KeyboardInterrupt: if a signal came twice, or before there was state to save.
     """
     launch, place = check_launch(config, where, command, began), RankInfo.read()

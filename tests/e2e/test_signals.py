@@ -11,6 +11,7 @@ import pytest
 
 from components.checkpoint.manager import CheckpointManager
 from components.data.store.token_store import StoreWriter
+from components.engines.fsdp2.engine import FSDP2Engine
 from tests.e2e.commands import SMALL, call_here, curve, newest, rows, run_here
 
 SIX = (*SMALL, "run.max_steps=6", "run.global_batch_size=2")
@@ -117,6 +118,15 @@ def test_when_its_time_is_up(tmp_path: Path) -> None:
     run = run_here(tmp_path, *SIX, "run.max_time=1s")
     assert stopped(run) == {"step": 1, "of": 6, "reason": "run.max_time"}
     assert saved(run) == ["step_00000001"]
+
+
+def test_in_an_export_after_which_no_job_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FSDP2Engine, "export", sending(FSDP2Engine.export, signal.SIGTERM))
+    options = (*SMALL, "run.max_steps=1", "run.export=true", "run.seed=0,1")
+    assert call_here("-m", f"run.output_dir={tmp_path}", *options) == 0
+    (run,) = tmp_path.glob("*/*/run.json")
+    assert json.loads(run.read_text())["ended"] == "completed"
+    assert (run.parent / "export").is_dir()
 
 
 def test_a_sweep_ends_with_the_job_that_a_signal_stops(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import ctypes
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -59,7 +59,9 @@ def allow_open_files() -> None:
     Each group has connections of its own, and some hundreds of ranks exceed the usual limit of 1,024 files.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY:  # macOS refuses it for files
+    with suppress(
+        ValueError, OSError
+    ):  # some systems refuse their own hard limit, such as macOS if it is none
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 

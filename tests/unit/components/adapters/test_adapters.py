@@ -160,7 +160,7 @@ def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
         ),
         (
             {"target_modules": ("lm_head",)},
-            "lm_head is the output head, .*modules_to_save=.*, or merge .* with peft's merge_and_unload",
+            "lm_head is the output head, .*modules_to_save=.*, or if .* merge .* with peft's merge_and_unload",
         ),
         ({"modules_to_save": ("embed_tokens",)}, "modules_to_save: model.embed_tokens is tied"),
         ({"modules_to_save": ("q_proj",)}, "self_attn.q_proj is adapted too"),
@@ -210,6 +210,21 @@ def test_adapters_as_peft_saves_them(folder: Path, tmp_path: Path) -> None:
     assert continued(tmp_path).modules_to_save == ("score",)
     with pytest.raises(ConfigError, match=r"adapter\.path: .* of a reward model, .*; use stage=rm"):
         continued(tmp_path).check(spec("qwen3").meta_model)
+
+
+def test_what_peft_saves_but_has_not_trained_is_not_trained(folder: Path, tmp_path: Path) -> None:
+    """Its option ``save_embedding_layers`` also writes frozen embeddings."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors, embedding = load_file(folder / "adapter_model.safetensors"), torch.ones(64, 32)
+    save_file(
+        tensors | {"base_model.model.model.embed_tokens.weight": embedding},
+        tmp_path / "adapter_model.safetensors",
+    )
+    with pytest.raises(ConfigError, match=r"model\.embed_tokens, which is not in its modules_to_save"):
+        continued(tmp_path)
+    save_file({"other": embedding}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"has no adapter of a module .*base_model\.model\."):
+        continued(tmp_path)
 
 
 def test_a_module_trained_in_full_is_not_in_4_bits(tmp_path: Path) -> None:

@@ -321,6 +321,7 @@ def test_no_evaluation(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
         (None, 0.5, False, 6),
         (None, 2.25, False, 25),
         (None, 0.01, False, 1),
+        (None, 1e-10, False, 1),
         (None, 0.6, True, 6),
         (None, 4.1, True, 41),
         (25, None, False, 25),
