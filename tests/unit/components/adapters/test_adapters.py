@@ -160,7 +160,7 @@ def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
         ),
         (
             {"target_modules": ("lm_head",)},
-            "lm_head is the output head, .*modules_to_save=.*, or if .* merge .* with peft's merge_and_unload",
+            "lm_head is the output head, .*modules_to_save=.*, or if .* merge .* peft's merge_and_unload",
         ),
         ({"modules_to_save": ("embed_tokens",)}, "modules_to_save: model.embed_tokens is tied"),
         ({"modules_to_save": ("q_proj",)}, "self_attn.q_proj is adapted too"),
