@@ -50,6 +50,7 @@ def import_config(arguments: Sequence[str]) -> None:
     options, found = read(tool, path)
     if tool == "trl":
         found = take_ranks(options, path) | found
+    options |= files_of(options, path)
     ranks = given.get("ranks") or found.get("ranks")
     count = whole_number({"ranks": ranks}, "ranks", 1, least=1) if ranks else None
     result = translate(tool, options, count, given.get("stage") or found.get("stage"), name)
@@ -144,6 +145,13 @@ def take_ranks(options: Json, path: Path) -> dict[str, str]:
         if count is None and named.is_file():
             count = read_options(named).get("num_processes")
     return {"ranks": str(count)} if isinstance(count, int) else {}
+
+
+def files_of(options: Json, path: Path) -> Json:
+    """Return the contents of files of DeepSpeed and FSDP that ``path`` names and that exist, by option."""
+    names = [name for name in ("deepspeed", "fsdp_config") if isinstance(options.get(name), str)]
+    files = {name: named_in(path, name, options[name]) for name in names}
+    return {name: read_options(file) for name, file in files.items() if file.is_file()}
 
 
 def named_in(path: Path, option: str, name: object) -> Path:

@@ -865,6 +865,42 @@ def test_ranks_of_launchers(imported: Run, tmp_path: Path) -> None:
     check(imported("trl", file, "stage=sft"), {"run.global_batch_size": 32, "parallelism.dp": 4})
 
 
+ZERO_2 = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2, "allgather_partitions": True}}
+ZERO_3 = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
+OF_ACCELERATE = """
+num_processes: 8
+distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: SHARD_GRAD_OP, fsdp_offload_params: true}
+"""
+SHARDING = ("reshard_after_forward", "cpu_offload", "dp_replicate")
+
+
+@pytest.mark.parametrize(
+    ("added", "file", "expected"),
+    [
+        ("deepspeed: z.json", json.dumps(ZERO_2), (False, False, 1)),
+        ("deepspeed: z.json", json.dumps(ZERO_3), (True, True, 1)),
+        ("deepspeed: z.json", '{"zero_optimization": {"stage": 0}}', (True, False, 8)),
+        (f"deepspeed: {json.dumps(ZERO_2)}", None, (False, False, 1)),
+        ("deepspeed: examples/ds_z2_offload_config.json", None, (False, True, 1)),
+        ("deepspeed: examples/ds_z3_config.json", None, (True, False, 1)),
+        ("fsdp: shard_grad_op auto_wrap offload", None, (False, True, 1)),
+        ("fsdp: [full_shard, auto_wrap]\nfsdp_config: {offload_params: true}", None, (True, True, 1)),
+        ("fsdp_config: z.json", OF_ACCELERATE, (False, True, 1)),
+        ("fsdp_config: z.json", "deepspeed_config: {zero_stage: 1}", (False, False, 1)),
+        ("fsdp: no_shard", None, (True, False, 8)),
+    ],
+)
+def test_what_is_sharded(
+    imported: Run, tmp_path: Path, added: str, file: str | None, expected: tuple[bool, bool, int]
+) -> None:
+    if file is not None:
+        (tmp_path / "z.json").write_text(file)
+    answer = imported("llamafactory", f"{LF.format('sft')}{added}\n", "ranks=8")
+    check(answer, {f"parallelism.{key}": value for key, value in zip(SHARDING, expected, strict=True)})
+    assert ("was not found" in answer.out) == ("examples" in added)
+
+
 @pytest.mark.parametrize("tool", ["llamafactory", "trl"])
 def test_every_option_of_the_trainer_is_known(tool: str) -> None:
     fields = dataclasses.fields(TrainingArguments)

@@ -3,6 +3,7 @@
 import math
 
 from components.contracts.errors import ConfigError
+from runner.commands.importing.sharding import choose_sharding
 from runner.commands.importing.translation import Translation, as_number
 
 
@@ -25,13 +26,7 @@ def choose_batch(work: Translation, ranks: int | None) -> None:
             f"({tp}), context ({cp}) and replicated data parallelism ({replicas}); correct it."
         )
     dp = ranks // (tp * cp)
-    sharded = [work.left.pop(name, None) for name in ("deepspeed", "fsdp", "fsdp_config", "fsdp_version")]
-    if any(sharded):
-        work.checks["parallelism"] = (
-            "fsdp2 is ZeRO-3; ZeRO-2 is parallelism.reshard_after_forward=false, and offloading "
-            "parallelism.cpu_offload=true"
-        )
-    if ranks > 1 or any(sharded):
+    if choose_sharding(work, dp) or ranks > 1:
         work.words |= {"parallelism": "fsdp2", "parallelism.dp": dp}
         sizes = {"parallelism.tp": tp, "parallelism.cp": cp, "parallelism.dp_replicate": replicas}
         work.words |= {key: size for key, size in sizes.items() if size > 1}
