@@ -79,7 +79,7 @@ class OptunaSweeper(Sweeper):
         with only_command(sweep):
             self.check(space)
             if self.config.hydra.launcher.get("dry_run"):
-                self.launcher.launch(space.examples(), initial_job_idx=0)
+                self.launcher.launch(space.examples()[: min(self.n_jobs, self.n_trials)], initial_job_idx=0)
                 return
             study = open_study(sweep, space)
             self.leave_pruner(sweep)

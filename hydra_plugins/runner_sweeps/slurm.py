@@ -15,7 +15,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from components.contracts.errors import ConfigError
+from components.contracts.errors import MISTAKE, ConfigError
 from hydra_plugins.runner_sweeps.local import returned
 from runner.config.sources import ConfigSources
 from runner.distribution import pip_install
@@ -48,6 +48,7 @@ class SlurmLauncher(Launcher):
 
         Raises:
             ConfigError: if an option of the launcher is wrong, or SLURM does not accept the jobs.
+            SystemExit: if a job of a dry run is refused.
         """
         setup_globals()
         sweep, allocation = Path(os.environ[SWEEP_FOLDER]), self.allocation()
@@ -57,6 +58,8 @@ class SlurmLauncher(Launcher):
             from runner.sweeps.slurm.dry_run import print_dry_run
 
             print_dry_run(allocation, sweep / "slurm", jobs)
+            if len(jobs) < len(configs):
+                raise SystemExit(MISTAKE)
         elif jobs:
             submit(allocation, sweep / "slurm", jobs)
         return [returned(SweepJob(sweep, config.hydra.job.num, ())) for config in configs]
@@ -90,7 +93,7 @@ class SlurmLauncher(Launcher):
 def accepted(config: DictConfig, allocation: "SbatchOptions") -> "SlurmJob | None":
     """Build and check the job of one composed config.
 
-    None means that the job is refused; its job record then has the error.
+    None means that the job is refused; its job record then has the error, except in a dry run.
     """
     from runner.cli import explained, provenance, resolved
     from runner.sweeps.slurm.job import SlurmJob
@@ -104,8 +107,9 @@ def accepted(config: DictConfig, allocation: "SbatchOptions") -> "SlurmJob | Non
         except (ConfigError, OmegaConfBaseException) as error:
             explained(error)
             assert where.sweep_job is not None
-            where.sweep_job.mark_running()
-            where.sweep_job.finish("invalid", error=str(error), seconds=0.0)
+            if not allocation.dry_run:  # whose number may be that of a real job in the folder of a study
+                where.sweep_job.mark_running()
+                where.sweep_job.finish("invalid", error=str(error), seconds=0.0)
             return None
     return job
 

@@ -7,7 +7,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from hydra_plugins.runner_sweeps.optuna_study import JOURNAL
-from runner.records.job_record import read_job_records
+from runner.records.job_record import JobRecord, SweepJob, read_job_records
 from tests.e2e.commands import SMALL, call_here
 
 ROOT = Path(__file__).parents[2]
@@ -73,8 +73,7 @@ def test_a_point_that_does_not_fit_takes_no_place_in_the_queue(
     assert call(tmp_path, *words, *layouts) == 2
     shown = capsys.readouterr()
     assert "nothing was submitted (hydra.launcher.dry_run=true); jobs: 1" in shown.out
-    outcomes = read_job_records(next((tmp_path / "sweeps").iterdir()))
-    assert [(outcome.number, outcome.status) for outcome in outcomes] == [(1, "invalid"), (2, "invalid")]
+    assert read_job_records(next((tmp_path / "sweeps").iterdir())) == [], "no job has begun"
     assert "WORLD_SIZE=2" in shown.err
     assert "parallelism.tp: 2 does not divide num_key_value_heads = 1" in shown.err
 
@@ -84,11 +83,20 @@ def test_a_dry_run_of_a_search_shows_one_script_and_makes_no_study(
 ) -> None:
     search = ("hydra/sweeper=optuna", "hydra.sweeper.study_name=s", "hydra.launcher.dry_run=true")
     for high in ("1e-2", "1e-1"):
-        assert call(tmp_path, *search, f"optimizer.lr=interval(1e-5,{high})") == 0
+        assert call(tmp_path, *search, f"optimizer.lr=interval(1e-5,{high})", "run.seed=1,2") == 0
         shown = capsys.readouterr().out
         assert shown.count("#!/bin/bash") == 1
         assert "optimizer.lr=1e-05" in shown
+        assert "jobs: 1" in shown, "as many as are chosen at once"
     assert not (tmp_path / "sweeps" / "s" / JOURNAL).exists()
+
+
+def test_a_dry_run_of_a_search_leaves_the_records_of_its_jobs(tmp_path: Path) -> None:
+    done = JobRecord(0, ("optimizer.lr=1e-3",), "completed", loss=1.0)
+    SweepJob(tmp_path / "sweeps" / "s", 0, ()).write(done)
+    search = ("hydra/sweeper=optuna", "hydra.sweeper.study_name=s", "hydra.launcher.dry_run=true")
+    assert call(tmp_path, *search, "run.seed=1,2", "run.global_batch_size=5") == 2
+    assert read_job_records(tmp_path / "sweeps" / "s") == [done]
 
 
 @pytest.mark.parametrize(
