@@ -161,6 +161,10 @@ class RunPage:
         return max(ends, default=self.results.get("step"))
 
 
+def is_forecast(folder: Path) -> bool:
+    return (folder / "preflight.json").is_file() and not (folder / "run.json").is_file()
+
+
 def read_run(entry: Entry, points: int) -> RunPage:
     """Read the files of a run, reducing each curve to ``points`` means at most.
 
@@ -184,7 +188,7 @@ def read_run(entry: Entry, points: int) -> RunPage:
             run.missing.append(f"{name} cannot be read: {str(error).splitlines()[0]}")
         return None
 
-    if entry.status == FORECAST:
+    if is_forecast(folder):
         run.config = dict(flat("", part("config.yaml", read_yaml) or {}))
         run.preflight = part("preflight.json", read_optional_json)
         return run

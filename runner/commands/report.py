@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from components.contracts.errors import ConfigError
 from components.home import expand_home
-from components.report import FORECAST, Entry, RunPage, write_page
+from components.report import FORECAST, Entry, RunPage, is_forecast, write_page
 from runner.cli import run_or_answer
 from runner.commands.arguments import first_line
 from runner.config.command_line import is_sweep, single_job_overrides
@@ -142,13 +142,10 @@ def entries(folder: Path) -> list[Entry]:
 
 def entry(sweep: Path, record: JobRecord) -> Entry:
     folder = None if record.folder is None else where_now(sweep, Path(record.folder))
-    status = FORECAST if folder is not None and is_forecast(folder) else record.status
+    completed = record.status == "completed"  # a forecast may be written and then refused
+    status = FORECAST if completed and folder is not None and is_forecast(folder) else record.status
     changed = {"folder": folder, "arguments": folder and arguments_of(folder), "status": status}
     return Entry(**vars(record) | changed)
-
-
-def is_forecast(folder: Path) -> bool:
-    return (folder / "preflight.json").is_file() and not (folder / "run.json").is_file()
 
 
 def arguments_of(run: Path) -> list[str] | None:

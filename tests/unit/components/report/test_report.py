@@ -16,6 +16,7 @@ import yaml
 
 from benchmarks.report import make_sweep
 from components.contracts.errors import DONE, INTERRUPTED, ConfigError
+from components.contracts.status import JobStatus
 from components.report import Entry, write_page
 from components.report.curves import read_curves, thin
 from components.report.page import varied_keys
@@ -269,14 +270,17 @@ def test_a_run_and_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(entries(tmp_path / "sft")) == 2
 
 
-@pytest.mark.parametrize("in_sweep", [False, True])
-def test_a_rehearsal_is_shown(tmp_path: Path, in_sweep: bool) -> None:
+@pytest.mark.parametrize(
+    ("job", "status"), [(None, "forecast"), ("completed", "forecast"), ("invalid", "invalid")]
+)
+def test_a_rehearsal_is_shown(tmp_path: Path, job: JobStatus | None, status: str) -> None:
     (tmp_path / "preflight.json").write_text(json.dumps({"waits": [{"line": "engine.py:7", "count": 3}]}))
     (tmp_path / "config.yaml").write_text("run: {dtype: bf16}")
-    SweepJob(tmp_path / "s", 0, ()).write(JobRecord(0, (), "completed", str(tmp_path)))
-    shown = entries(tmp_path / "s" if in_sweep else tmp_path)
+    if job is not None:
+        SweepJob(tmp_path / "s", 0, ()).write(JobRecord(0, (), job, str(tmp_path)))
+    shown = entries(tmp_path if job is None else tmp_path / "s")
     (found,) = write_page("t", shown, tmp_path / "page.html")
-    assert (found.missing, found.config, found.status) == ([], {"run.dtype": "bf16"}, "forecast")
+    assert (found.missing, found.config, found.status) == ([], {"run.dtype": "bf16"}, status)
     assert "engine.py:7" in (tmp_path / "page.html").read_text()
 
 
