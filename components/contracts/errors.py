@@ -18,11 +18,17 @@ class ConfigError(ValueError):
 
 
 class CompletedError(ConfigError):
-    """A run to resume, in ``folder``, has nothing left to do."""
+    """The run to resume, in ``folder``, has no steps left."""
+
+    same_config = False
+    """Whether the run has the same config as the one that would resume it."""
 
     def __init__(self, message: str, folder: Path) -> None:
-        super().__init__(message)
+        super().__init__(message, folder)  # both, so that it can be unpickled
         self.folder = folder
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class TrainingError(RuntimeError):

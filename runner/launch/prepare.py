@@ -9,7 +9,7 @@ from pathlib import Path
 from components.atomic_write import write_atomic
 from components.checkpoint.folder import complete_checkpoints
 from components.contracts.configs import Prepared
-from components.contracts.errors import ConfigError
+from components.contracts.errors import CompletedError, ConfigError
 from components.contracts.json_types import Config
 from components.preflight.checks import steps_done
 from components.preflight.forecast_report import survey
@@ -44,10 +44,16 @@ def prepare(launch: RunPreparation) -> Path:
     The lock of the folder is held until ``launch.resources`` is closed.
 
     Raises:
-        ConfigError: if a check fails, the run does not fit into memory, or another process uses the folder.
+        CompletedError: if the run to resume has no steps left, with ``same_config``.
+        ConfigError: if another check fails, the run does not fit into memory, or another process uses the
+            folder.
     """
     chooses_size = launch.experiment.run.micro_batch_size == "auto"
-    launch, found = inspect(launch)
+    try:
+        launch, found = inspect(launch)
+    except CompletedError as error:
+        error.same_config = is_recorded(launch.config, error.folder)
+        raise
     point, console = launch.where.sweep_job, launch.console
     evaluates = launch.experiment.run.evaluate_only
     if found.candidate is not None:
@@ -147,6 +153,14 @@ def with_absolute_paths(config: Config) -> Config:
         if isinstance(value, str) and os.path.exists(value):
             found[group][key] = os.path.abspath(value)
     return found
+
+
+def is_recorded(config: Config, folder: Path) -> bool:
+    """Return whether the run in ``folder`` records the same ``config``."""
+    expected, found = with_absolute_paths(with_recorded_init_from(config, folder)), read_run_config(folder)
+    if expected["run"]["micro_batch_size"] == "auto":  # the chosen size is recorded
+        found["run"]["micro_batch_size"] = "auto"
+    return expected == found
 
 
 def reference_cache(launch: RunPreparation, data: Prepared) -> ReferenceCache | None:

@@ -71,17 +71,17 @@ def run_point(point: SweepJob, task: Callable[[], float], explained: Callable[[E
 
 
 def loss_of(point: SweepJob, task: Callable[[], float]) -> float:
-    """Return the loss of ``task``, or, if this very job has completed in an earlier sweep, its recorded loss.
+    """Return the loss of ``task``, or, if the same job has completed in an earlier sweep, its recorded loss.
 
     Raises:
-        CompletedError: if the run to continue has completed with other overrides, or this process is a rank
-            of srun, whose peers exit as those of a refused job.
+        CompletedError: if the run to continue has completed with another config, or this process is a rank
+            of srun, because the other ranks have then exited with the code of a refused job.
     """
     try:
         return task()
     except CompletedError as error:
         record = completed_record(error.folder)
-        if record is None or record.overrides != [*point.overrides] or RankInfo.read().launched:
+        if record is None or not error.same_config or RankInfo.read().launched:
             raise
         print(f"this job has completed before: {error.folder}")
         point.mark_running(error.folder)

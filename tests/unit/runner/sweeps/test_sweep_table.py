@@ -3,8 +3,10 @@
 import errno
 import io
 import json
+import pickle
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -12,13 +14,17 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from components.contracts.errors import ConfigError
+from components.contracts.errors import CompletedError, ConfigError
+from components.contracts.json_types import Json
 from components.contracts.status import RunStatus
 from runner.config.command_line import is_sweep, single_job_overrides
 from runner.launch.checks import is_own_run
+from runner.launch.prepare import is_recorded
 from runner.records.job_record import JobRecord, SweepJob, are_comparable, read_job_record
+from runner.records.run_dir import write_config
 from runner.records.run_record import RunRecord, SweepPlace
-from runner.sweeps.sweep import create_sweep, finish_sweep
+from runner.records.run_summary import Results
+from runner.sweeps.sweep import create_sweep, finish_sweep, loss_of
 from runner.sweeps.table import format_value, print_table
 
 LAYOUTS = ("single", "fsdp2_tp2cp2", "tp2pp2dp2")
@@ -205,6 +211,39 @@ def test_a_job_continues_only_a_run_with_the_same_swept_values(tmp_path: Path) -
     assert not is_own_run(tmp_path / "2026-01-01_00-00-00_copy", None)
     (run / "run.json").write_text('{"restarts": "often"}')
     assert not is_own_run(run, job)
+
+
+@pytest.mark.parametrize(
+    ("same", "launched", "taken"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_the_loss_of_a_job_that_has_completed_before(
+    same: bool, launched: bool, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of srun cannot take it."""
+    RunRecord(ended="completed", results=Results(last={"eval/loss": 2.0})).write(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if launched else ():
+        monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
+
+    def task() -> float:
+        error = CompletedError("run.max_steps: ...", tmp_path)
+        error.same_config = same
+        raise pickle.loads(pickle.dumps(error))
+
+    with nullcontext() if taken else pytest.raises(CompletedError, match=r"^run\.max_steps: \.\.\.$"):
+        assert loss_of(SweepJob(tmp_path, 0, ()), task) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "same"), [("lr", 1e-3, True), ("lr", 2e-3, False), ("micro_batch_size", "auto", True)]
+)
+def test_a_run_with_another_config_is_not_the_same_job(
+    key: str, value: object, same: bool, tmp_path: Path
+) -> None:
+    config: Json = {group: {"init_from": None} for group in ("model", "adapter", "checkpoint", "stage")}
+    config["run"] = {"lr": 1e-3, "micro_batch_size": 4}
+    write_config(tmp_path, config)
+    now = config | {"run": config["run"] | {key: value}}
+    assert is_recorded(now, tmp_path) == same
 
 
 def test_only_fractions_are_shortened() -> None:
