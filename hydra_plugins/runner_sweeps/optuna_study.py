@@ -10,7 +10,8 @@ from components.contracts.errors import ConfigError
 from hydra_plugins.runner_sweeps.search_space import SearchSpace
 from runner.config.sources import did_you_mean
 from runner.records.job_record import JobRecord
-from runner.records.run_record import stop_reason
+from runner.records.run_dir import read_run_config
+from runner.records.run_record import RunRecord, stop_reason
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -26,7 +27,7 @@ SEARCHES = "searches"
 """The attribute of a study that holds the overrides of its command."""
 
 FINISHED = ("completed", "pruned", "invalid", "failed")
-"""Statuses that end a trial. A job with any other status runs again, unless ``run.max_time`` stopped it."""
+"""Statuses that end a trial. A job with any other status runs again, unless ``ran_out_of_time``."""
 
 
 def storage_in(sweep: Path) -> "JournalStorage":
@@ -69,18 +70,14 @@ def ask_trial(study: "Study", space: SearchSpace, sampler: "BaseSampler") -> "Fr
 
 
 def tell_trial(study: "Study", trial: "FrozenTrial", record: JobRecord | None) -> bool:
-    """Report ``record`` to the study; return whether ``trial`` has ended. False means that it runs again.
-
-    A trial that ``run.max_time`` stopped has ended with its last loss, because it would stop again.
-    """
+    """Report ``record`` to the study; return whether ``trial`` has ended. False means that it runs again."""
     from optuna.trial import TrialState
 
     if record is None:
         return False
-    out_of_time = record.status == "interrupted" and stop_reason(record.folder) == "run.max_time"
     if record.status == "pruned":
         study.tell(trial.number, state=TrialState.PRUNED)
-    elif record.loss is not None and (record.status == "completed" or out_of_time):
+    elif record.loss is not None and (record.status == "completed" or ran_out_of_time(record)):
         study.tell(trial.number, record.loss)
     elif record.status in FINISHED:
         study.tell(trial.number, state=TrialState.FAIL)
@@ -89,20 +86,33 @@ def tell_trial(study: "Study", trial: "FrozenTrial", record: JobRecord | None) -
     return True
 
 
+def ran_out_of_time(job: JobRecord) -> bool:
+    """Return whether ``run.max_time`` has ended the job, with a loss that compares with those of other jobs.
+
+    It has not if the job continues when it runs again (``checkpoint.resume=auto``).
+    """
+    if job.status != "interrupted" or stop_reason(job.folder) != "run.max_time":
+        return False
+    folder = Path(str(job.folder))
+    run = RunRecord.read(folder)
+    comparable = "eval/loss" in run.results.last or not run.data.get("eval")
+    return comparable and read_run_config(folder)["checkpoint"].get("resume") != "auto"
+
+
 def make_sampler(
     name: str, options: Mapping[str, object] | None, seed: int, number: int, space: SearchSpace
 ) -> "BaseSampler":
     """Make a new sampler for trial ``number``, with which a resumed sweep samples the same values.
 
     Raises:
-        ConfigError: if there is no such sampler, it has no such options or may not have them, or a grid is
+        ConfigError: if there is no such sampler, it has no such options, a seed is among them, or a grid is
             not possible.
     """
     from optuna.samplers import GridSampler, RandomSampler, TPESampler
 
     if isinstance(options, Mapping) and "seed" in options:
         raise ConfigError(
-            "hydra.sweeper.sampler_options: has a seed, with which all trials would be one point; "
+            "hydra.sweeper.sampler_options: has a seed, but the search has one already; "
             "use hydra.sweeper.seed."
         )
     # The sum of the two would give searches with neighbouring seeds almost the same trials.

@@ -16,7 +16,9 @@ from components.contracts.errors import ConfigError, TrainingError
 from hydra_plugins.runner_sweeps.optuna_study import NAME, storage_in
 from runner.config.sources import ConfigSources
 from runner.records.job_record import JobRecord, read_job_records
+from runner.records.run_dir import write_config
 from runner.records.run_record import RunRecord, Stopped
+from runner.records.run_summary import Results
 from tests.e2e.commands import SMALL, call_here, rows
 
 SEARCH = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.study_name=s", "hydra.sweeper.n_trials=8")
@@ -126,21 +128,35 @@ def test_what_fails_or_is_refused_is_no_point_to_learn_from(
     assert len(outcomes(tmp_path)) == 5
 
 
-def test_trials_that_run_out_of_time_count(tmp_path: Path, runs: Callable[[Run], None]) -> None:
+@pytest.mark.parametrize(
+    ("data", "results", "resume", "ends"),
+    [
+        ({}, {}, "null", True),
+        ({"eval": {"eval": {}}}, {"eval/loss": 1.0}, "null", True),
+        ({"eval": {"eval": {}}}, {"train/loss": 1.0}, "null", False),
+        ({}, {}, "auto", False),
+    ],
+)
+def test_trials_that_run_out_of_time_count(
+    data: Any, results: Any, resume: str, ends: bool, tmp_path: Path, runs: Callable[[Run], None]
+) -> None:
+    """Unless their loss is not that of an evaluation, as in other trials, or they continue."""
     began: list[float] = []
 
     def run(config: Any, where: ConfigSources, *_: Any) -> float:
         assert where.sweep_job is not None
         where.sweep_job.mark_running(tmp_path)
-        RunRecord(stopped=Stopped(1, 4, "run.max_time")).write(tmp_path)
+        write_config(tmp_path, config)
+        stopped = Stopped(1, 4, "run.max_time")
+        RunRecord(stopped=stopped, data=data, results=Results(last=results)).write(tmp_path)
         began.append(distance(config))
         return began[-1]
 
     runs(run)
     for _ in range(2):
-        assert search(tmp_path, LR, "hydra.sweeper.n_trials=2") == 0
-    assert [trial.state for trial in trials(tmp_path)] == [TrialState.COMPLETE] * 2
-    assert [trial.value for trial in trials(tmp_path)] == began
+        assert search(tmp_path, LR, "hydra.sweeper.n_trials=2", f"checkpoint.resume={resume}") == 0
+    assert [trial.value for trial in trials(tmp_path)] == (began if ends else [None] * 2)
+    assert len(began) == (2 if ends else 4)
 
 
 def test_runs_that_are_worse_than_others_end_early(tmp_path: Path) -> None:
