@@ -25,6 +25,7 @@ from hydra_plugins.runner_sweeps.optuna_study import (
 from hydra_plugins.runner_sweeps.search_space import SearchSpace, as_overrides
 from runner.distribution import pip_install
 from runner.records.job_record import SWEEP_FOLDER, JobRecord, SweepJob, read_job_record
+from runner.sweeps.sweep import create_sweep
 from runner.training.pruner import leave_no_pruner, leave_pruner
 
 if TYPE_CHECKING:
@@ -73,10 +74,13 @@ class OptunaSweeper(Sweeper):
             ConfigError: if the command differs from that of the study that it resumes, sweeps nothing or has
                 a wrong option, or if another command uses the sweep folder.
         """
+        from runner.cli import as_given
+
         sweep = Path(os.environ[SWEEP_FOLDER])
         parser = OverridesParser.create(config_loader=self.loader)
         space = SearchSpace.of(parser.parse_overrides([*as_overrides(self.params), *arguments]))
         with only_command(sweep):
+            create_sweep(sweep, as_given(self.config.hydra), resumes=True)
             self.check(space)
             if self.config.hydra.launcher.get("dry_run"):
                 self.launcher.launch(space.examples()[: min(self.n_jobs, self.n_trials)], initial_job_idx=0)

@@ -30,8 +30,9 @@ class SweepFolder(Callback):
         try:
             if RankInfo.read().launched:
                 raise ConfigError(
-                    "-m, or hydra.mode in a file: a sweep cannot run under torchrun or srun; leave it out "
-                    "(the runner starts its own ranks, or SLURM's: hydra/launcher=slurm)."
+                    "-m, sweep=, or hydra.mode in a file: a sweep cannot run under torchrun or srun; leave "
+                    "it out, or add hydra.mode=RUN without -m (the runner starts its own ranks, or SLURM's: "
+                    "hydra/launcher=slurm)."
                 )
             folder = make_folder(config)
         except Exception as mistake:  # Hydra would only warn of it
@@ -63,13 +64,14 @@ def make_folder(config: DictConfig) -> Path:
         config.hydra.sweep.dir = str(folder)
     if study is not None and not re.fullmatch(r"[\w+-][\w.+-]*", str(study)):
         raise ConfigError(
-            f"hydra.sweeper.study_name: {study!r} is not a folder name; use letters, digits and any of "
-            "_ + - ., without a leading '.'."
+            f"hydra.sweeper.study_name: {study!r} is not a folder name; use letters, digits, '_', '+', "
+            "'-' and '.', but no leading '.'."
         )
     check_swept_values([*as_given(config.hydra), *as_overrides(config.hydra.sweeper.get("params"))])
     try:
-        create_sweep(folder, as_given(config.hydra), resumes=study is not None)
+        (folder / "jobs").mkdir(parents=True, exist_ok=True)
         if study is None:  # Optuna's sweeper does this itself, while it holds the lock of the folder
+            create_sweep(folder, as_given(config.hydra))
             leave_no_pruner(folder)
     except OSError as error:
         raise ConfigError(
@@ -90,8 +92,8 @@ def check_swept_values(overrides: Sequence[str]) -> None:
             override = parser.parse_override(words)
             discrete = override.is_sweep_override() and override.is_discrete_sweep()
             empty = discrete and next(override.sweep_string_iterator(), None) is None
-            reason = "has no value" if empty else None
+            reason = "has no value; give at least one value" if empty else None
         except (ValueError, HydraException) as error:
-            reason = one_line(error)
+            reason = f"{one_line(error)}; correct it"
         if reason is not None:
-            raise ConfigError(f"{words}: {reason}; correct it, and give at least one value.")
+            raise ConfigError(f"{words}: {reason}.")

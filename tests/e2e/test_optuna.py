@@ -13,12 +13,14 @@ from hydra.core.global_hydra import GlobalHydra
 from optuna.trial import FrozenTrial, TrialState
 
 from components.contracts.errors import ConfigError, TrainingError
+from hydra_plugins.runner_sweeps.optuna import only_command
 from hydra_plugins.runner_sweeps.optuna_study import NAME, storage_in
 from runner.config.sources import ConfigSources
 from runner.records.job_record import JobRecord, read_job_records
 from runner.records.run_dir import write_config
 from runner.records.run_record import RunRecord, Stopped
 from runner.records.run_summary import Results
+from runner.sweeps.sweep import create_sweep
 from tests.e2e.commands import SMALL, call_here, rows
 
 SEARCH = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.study_name=s", "hydra.sweeper.n_trials=8")
@@ -222,8 +224,16 @@ def test_a_study_that_is_not_a_folder_of_sweeps_makes_none(
     assert search(tmp_path / "a/b", LR, f"hydra.sweeper.study_name={name}") == 2
     said = capsys.readouterr().err
     assert said.startswith("error: hydra.sweeper.study_name: ")
-    assert "use letters, digits and any of _ + - ., without a leading '.'" in said
+    assert "use letters, digits, '_', '+', '-' and '.', but no leading '.'" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_that_is_refused_leaves_the_files_of_the_running_one(tmp_path: Path) -> None:
+    create_sweep(tmp_path / "sweeps/s", ["run.seed=1,2"])
+    written = (tmp_path / "sweeps/s/sweep.json").read_text()
+    with only_command(tmp_path / "sweeps/s"):
+        assert search(tmp_path, LR) == 2
+    assert (tmp_path / "sweeps/s/sweep.json").read_text() == written
 
 
 def test_a_study_is_of_one_command(
