@@ -9,7 +9,7 @@ from pathlib import Path
 
 from components.contracts.errors import ConfigError
 from components.contracts.status import RunStatus
-from runner.cli import application, as_mistake, as_override, execute
+from runner.cli import application, as_mistake, as_override, execute, in_sweep
 from runner.config.command_line import hydra_value, is_sweep
 from runner.config.unknown_keys import check_long_options
 from runner.launch.default_env import set_default_env
@@ -52,7 +52,7 @@ def train(experiment: Sequence[str] | Mapping[str, object] = ()) -> TrainResult:
         check_long_options(words)
         with suppress(SystemExit):  # a signal has stopped the run, as its record says
             if not is_sweep(sys.argv):
-                application(lambda config: execute(config, folders.append))()
+                application(lambda config: None if in_sweep() else execute(config, folders.append))()
     except Exception as error:  # noqa: BLE001  raised again
         mistake = as_mistake(error)
         raise mistake from (None if mistake is error else error)

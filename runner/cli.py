@@ -72,7 +72,7 @@ def run_job(config: DictConfig) -> float:
     Raises:
         SystemExit: if a single run fails, with its exit code.
     """
-    if HydraConfig.get().mode is RunMode.MULTIRUN:
+    if in_sweep():
         return run_point(sweep_point(), lambda: execute(config), explained)
     losses: list[float] = []
     if code := exit_code(lambda: losses.append(execute(config))):
@@ -97,6 +97,11 @@ def announce_loading() -> None:
     """Print a line on a terminal before torch is imported, which takes seconds."""
     if sys.stderr.isatty() and "torch" not in sys.modules:
         print("loading torch ...", file=sys.stderr)
+
+
+def in_sweep() -> bool:
+    """Return whether Hydra's current job is one of a sweep, which a file can also start."""
+    return HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def sweep_point() -> SweepJob:
@@ -284,7 +289,7 @@ def provenance() -> ConfigSources:
             raise ConfigError(f"{word}: is read only in a sweep; add -m, or leave it out.")
     folders = tuple(Path(s.path) for s in state.runtime.config_sources if s.schema == "file")
     choices = {group: option for group, option in state.runtime.choices.items() if option is not None}
-    point = sweep_point() if state.mode is RunMode.MULTIRUN else None
+    point = sweep_point() if in_sweep() else None
     return ConfigSources(choices, as_given(state), folders, point)
 
 

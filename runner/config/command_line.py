@@ -7,23 +7,26 @@ from itertools import pairwise
 FLAGS = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
 """Short form -> long form of Hydra's flags that choose the config files."""
 MULTIRUN = ("-m", "--multirun", "hydra.mode=MULTIRUN")
+"""Words of a command line that start a sweep."""
 
 
 def is_sweep(command: Sequence[str]) -> bool:
-    """Return whether the words of ``command`` start a sweep; a file may, too, by ``hydra.mode``."""
-    return "hydra.mode=RUN" not in command and any(
-        word in MULTIRUN or word.startswith("sweep=") for word in command
-    )
+    """Return whether the words of ``command`` start a sweep.
+
+    A file can also start one, with ``hydra.mode``.
+    """
+    by_file = "hydra.mode=RUN" not in command and any(word.startswith("sweep=") for word in command)
+    return by_file or any(word in MULTIRUN for word in command)
 
 
 def single_job_overrides(overrides: Sequence[str], command: Sequence[str]) -> list[str]:
     """Return the arguments with which one job of the sweep ``command`` runs by itself.
 
-    ``hydra.mode=RUN`` is added, with which they do not start a sweep, unless only a flag of ``command`` did.
+    ``hydra.mode=RUN`` is added if a file may start the sweep, and not only a flag of ``command``.
     """
     places = [word for word in long_flags(command) if word.startswith(tuple(FLAGS.values()))]
     by_file = bool(command) and not any(word in MULTIRUN for word in command)
-    swept = any(word.startswith("sweep=") for word in overrides)
+    swept = any(word.startswith(("sweep=", "experiment=")) for word in overrides)
     return [*places, *overrides, *(["hydra.mode=RUN"] if swept or by_file else [])]
 
 

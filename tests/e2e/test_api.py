@@ -54,6 +54,7 @@ def test_keys_may_be_a_mapping_and_ranks_are_started(tmp_path: Path) -> None:
         ({"optimizer.lr": "fast"}, r"optimizer\.lr \(the command line\): got 'fast'"),
         ({"stage": "dpp"}, "did you mean 'dpo'"),
         (["-m", "run.seed=1,2"], "is not one run to train"),
+        (["-m", "hydra.mode=RUN", "run.seed=1,2"], "is not one run to train"),
         (["sweep=lr_layout"], "is not one run to train"),
         (["preflight.mode=only"], "is not one run to train"),
         (["--cutoff_len=9"], "use data.max_length"),
@@ -62,6 +63,16 @@ def test_keys_may_be_a_mapping_and_ranks_are_started(tmp_path: Path) -> None:
 def test_a_mistake_is_raised(experiment: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         api.train(experiment)
+
+
+def test_a_sweep_that_a_file_starts_is_not_trained(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    sweep = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {run.seed: '1,2'}}}"
+    (tmp_path / "experiment" / "many.yaml").write_text(sweep)
+    words = [f"--config-dir={tmp_path}", "experiment=many", f"run.output_dir={tmp_path}/out", *SMALL]
+    with pytest.raises(ConfigError, match="is not one run to train"):
+        api.train(words)
+    assert not [*tmp_path.glob("out/*/*/run.json")]
 
 
 def test_a_failure_is_raised_and_a_stop_is_a_status(tmp_path: Path) -> None:

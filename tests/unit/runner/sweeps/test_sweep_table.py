@@ -184,7 +184,12 @@ def test_records_of_older_sweeps_and_runs_are_read(tmp_path: Path, old: str, new
 def test_a_job_alone_is_no_sweep() -> None:
     assert is_sweep(["runner", "sweep=mine"])
     assert not is_sweep(["runner", "sweep=mine", "hydra.mode=RUN"])
+    assert is_sweep(["runner", "-m", "hydra.mode=RUN"])
     assert single_job_overrides(("stage=sft",), ["runner", "-m", "stage=sft,pt"]) == ["stage=sft"]
+    assert single_job_overrides(("experiment=mine",), ["runner", "-m"]) == [
+        "experiment=mine",
+        "hydra.mode=RUN",
+    ]
     assert single_job_overrides(
         ("sweep=mine", "seed=1"), ["runner", "--config-dir", "conf", "sweep=mine"]
     ) == [
