@@ -32,7 +32,7 @@ KEYS = {
     "signal_delay_s=300": "--signal=USR2@300",
     "array_parallelism=1": "--array=0-1%1",
     "name=mine": "--job-name=mine",
-    "sbatch_args=['--exclude=gpu07',--exclusive]": "--exclude=gpu07",
+    "sbatch_args=['--exclude=gpu07',--exclusive,--setup]": "--exclude=gpu07",
 }
 
 
@@ -107,9 +107,10 @@ def test_a_dry_run_of_a_search_leaves_the_records_of_its_jobs(tmp_path: Path) ->
         ("max_requeues=-1", "hydra.launcher.max_requeues: must be 0 or more"),
         ("signal_delay_s=3600", "hydra.launcher.signal_delay_s: 3600 s before the time limit of 60 min"),
         ("sbatch_args=[-x]", "hydra.launcher.sbatch_args: '-x' is not a long option"),
-        ("sbatch_args=['--job-name=mine']", "--job-name=mine has a key; use hydra.launcher.name"),
-        ("sbatch_args=['--nodes=2']", "--nodes=2 has a key; use hydra.launcher.nodes"),
-        ("sbatch_args=['--no-requeue']", "--no-requeue has a key; use hydra.launcher.max_requeues"),
+        ("sbatch_args=['--job-name=mine']", "--job-name=mine repeats hydra.launcher.name; set that key"),
+        ("sbatch_args=['--nodes=2']", "--nodes=2 repeats hydra.launcher.nodes; set that key"),
+        ("sbatch_args=['--nodes 2']", "--nodes 2 repeats hydra.launcher.nodes; set that key"),
+        ("sbatch_args=['--no-requeue']", "--no-requeue repeats hydra.launcher.max_requeues; set that key"),
         ("tasks=2", "hydra.launcher.tasks"),
     ],
 )

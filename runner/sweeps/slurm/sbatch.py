@@ -29,8 +29,11 @@ KEYS = {
     "array": "array_parallelism",
     "requeue": "max_requeues",
     "no-requeue": "max_requeues",
+    **{key: key for key in ("nodes", "account", "partition", "qos", "constraint")},
+    "gpus-per-node": "gpus_per_node",
+    "cpus-per-task": "cpus_per_task",
 }
-"""Option of sbatch -> the key that sets it, if their names differ."""
+"""Option of sbatch -> the key that sets it."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,11 @@ class SbatchOptions:
                 raise ConfigError(
                     f"hydra.launcher.sbatch_args: {word!r} is not a long option; use --NAME=VALUE."
                 )
-            name = word.removeprefix("--").partition("=")[0]
-            key = KEYS.get(name, name.replace("-", "_"))
-            if vars(self).get(key) is not None:  # None is not in the script
-                raise ConfigError(f"hydra.launcher.sbatch_args: {word} has a key; use hydra.launcher.{key}.")
+            same = KEYS.get(re.split("[= ]", word.removeprefix("--"))[0])
+            if same is not None and getattr(self, same) is not None:  # None is not in the script
+                raise ConfigError(
+                    f"hydra.launcher.sbatch_args: {word} repeats hydra.launcher.{same}; set that key."
+                )
         if self.signal_delay_s >= 60 * self.timeout_min:
             raise ConfigError(
                 f"hydra.launcher.signal_delay_s: {self.signal_delay_s} s before the time limit of "
