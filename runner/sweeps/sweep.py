@@ -91,7 +91,8 @@ def loss_of(point: SweepJob, task: Callable[[], float]) -> float:
 def completed_record(folder: str | Path | None) -> RunRecord | None:
     """Return the record of the run in ``folder``, or None if the run has not completed.
 
-    A run that has completed may still end with SystemExit, if a signal arrives during its final report.
+    A run that has completed may still end with SystemExit, if a signal arrives during its export or its
+    final report.
     """
     try:
         record = None if folder is None else RunRecord.read(Path(folder))
@@ -110,7 +111,9 @@ def job_status(point: SweepJob) -> JobStatus:
 
 
 def create_sweep(folder: Path, overrides: Sequence[str], *, resumes: bool = False) -> None:
-    """Write ``sweep.json`` with the command; a study that is resumed (``resumes``) keeps that of its jobs.
+    """Write ``sweep.json`` with the command.
+
+    A study that is resumed (``resumes``) keeps its file if it has jobs.
 
     Raises:
         ConfigError: if the folder has jobs of an earlier sweep, or if the file of a study that is resumed is
@@ -124,7 +127,9 @@ def create_sweep(folder: Path, overrides: Sequence[str], *, resumes: bool = Fals
         )
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     path = folder / "sweep.json"
-    if not has_jobs or not path.exists():  # without jobs, it is of a refused command or a dry run
+    if (
+        not has_jobs or not path.exists()
+    ):  # without jobs, the file was written by a refused command or a dry run
         write_json(path, {"began": now(), "command": sys.argv, "overrides": list(overrides)})
     read_json(path)
 
@@ -137,7 +142,7 @@ def finish_sweep(folder: Path, code: int) -> int:
     ``code`` is returned and nothing is written. If a file cannot be written, the result is FAILED.
     """
     records = read_job_records(folder)
-    if not records or code == MISTAKE:  # jobs never raise, so the sweep itself was refused
+    if not records or code == MISTAKE:  # a job never raises ConfigError, so the sweep itself was refused
         return code
     counts = Counter(record.status for record in records)
     if code == DONE and (counts["failed"] or counts["running"]):

@@ -13,7 +13,6 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from components.contracts.errors import TrainingError
-from hydra_plugins.runner_sweeps.sweep_dir import SweepFolder
 from runner.launch import run as launch
 from runner.records.job_record import read_job_records
 from runner.training.pruner import leave_pruner
@@ -53,16 +52,6 @@ def test_a_sweep_under_torchrun_is_refused(
         assert "torchrun" in capsys.readouterr().err
     monkeypatch.setattr("runner.launch.run.run", lambda *_: 1.0)
     assert call_here("sweep=lr_layout", "hydra.mode=RUN") == 0, "one of its jobs, which is no sweep"
-
-
-def test_a_sweep_that_only_a_file_asks_for_is_refused_under_torchrun(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit):
-        SweepFolder().on_multirun_start(DictConfig({}))
-    assert "torchrun" in capsys.readouterr().err
 
 
 def test_half_a_launcher_is_refused(
