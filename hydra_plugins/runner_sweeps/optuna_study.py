@@ -10,7 +10,6 @@ from components.contracts.errors import ConfigError
 from hydra_plugins.runner_sweeps.search_space import SearchSpace
 from runner.config.sources import did_you_mean
 from runner.records.job_record import JobRecord
-from runner.records.run_dir import read_run_config
 from runner.records.run_record import RunRecord, stop_reason
 
 if TYPE_CHECKING:
@@ -91,6 +90,8 @@ def ran_out_of_time(job: JobRecord) -> bool:
 
     It has not if the job continues when it runs again (``checkpoint.resume=auto``).
     """
+    from runner.records.run_dir import read_run_config  # imports torch
+
     if job.status != "interrupted" or stop_reason(job.folder) != "run.max_time":
         return False
     folder = Path(str(job.folder))

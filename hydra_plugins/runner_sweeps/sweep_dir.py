@@ -89,7 +89,9 @@ def check_swept_values(overrides: Sequence[str]) -> None:
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     for words in overrides:
         try:
-            override = parser.parse_override(words)
+            (override,) = parser.parse_overrides(
+                [words]
+            )  # which, unlike parse_override, passes the loader on
             discrete = override.is_sweep_override() and override.is_discrete_sweep()
             empty = discrete and next(override.sweep_string_iterator(), None) is None
             reason = "has no value; give at least one value" if empty else None

@@ -21,7 +21,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "file for an option": (["data=chats.jsonl"], ["data=files data.train=chats.jsonl"]),
     "text of the environment": (["run.seed='${oc.env:NO_SUCH_SEED,x}'"], ["run.seed", "'x'"]),
     "sweep of nothing": (["-m", "run.seed=range(0)"], ["run.seed=range(0)", "at least one value"]),
-    "sweep without steps": (["-m", "run.seed=range(0,5,0)"], ["run.seed=range(0,5,0)", "at least one value"]),
+    "sweep without steps": (
+        ["-m", "run.seed=range(0,5,0)"],
+        ["run.seed=range(0,5,0)", "must not be zero; correct it"],
+    ),
     "step of a swept range": (
         ["-m", "hydra/sweeper=optuna", "hydra.sweeper.params={optimizer.lr:'range(0.1,0.5,0.0)'}"],
         ["optimizer.lr=range(0.1,0.5,0.0): Invalid range", "correct it"],

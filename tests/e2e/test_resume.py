@@ -54,7 +54,7 @@ def test_auto_starts_afresh_then_continues(tmp_path: Path) -> None:
         ("stage=pt", ["data"]),
         ("data.drop_last=true", ["data"]),
         ("run.max_steps=7", ["run.max_steps", "10 steps"]),
-        ("optimizer=sgd", ["optimizer=adamw"]),
+        ("optimizer=sgd", ["its optimizer was adamw", "config.yaml"]),
     ],
 )
 def test_what_must_not_change_is_refused(
