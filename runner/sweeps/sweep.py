@@ -127,9 +127,8 @@ def create_sweep(folder: Path, overrides: Sequence[str], *, resumes: bool = Fals
         )
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     path = folder / "sweep.json"
-    if (
-        not has_jobs or not path.exists()
-    ):  # without jobs, the file was written by a refused command or a dry run
+    # Without jobs, the file was written by a refused command or a dry run.
+    if not has_jobs or not path.exists():
         write_json(path, {"began": now(), "command": sys.argv, "overrides": list(overrides)})
     read_json(path)
 

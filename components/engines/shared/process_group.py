@@ -59,9 +59,8 @@ def allow_open_files() -> None:
     Each group has connections of its own, and some hundreds of ranks exceed the usual limit of 1,024 files.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(
-        ValueError, OSError
-    ):  # some systems refuse their own hard limit, such as macOS if it is none
+    # Some systems refuse their own hard limit, such as macOS an infinite one.
+    with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
