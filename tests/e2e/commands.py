@@ -21,6 +21,7 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.hydra import Hydra
 from hydra.core.default_element import InputDefault
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
@@ -64,6 +65,7 @@ def run_here(folder: Path, *overrides: str) -> Path:
 def call_here(*arguments: str) -> int:
     """Run the command in this process, with forked ranks and jobs, and return its exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    HydraConfig.instance().cfg = None  # as in a new process; an earlier call has left its own
     with (
         little_data(),
         one_composition(),
