@@ -208,7 +208,7 @@ class LoRA:
     def largest_rank(self, model: PreTrainedModel) -> int:
         """Return the largest ``r`` that a new adapter of ``model`` may have."""
         sides = (min(model.get_parameter(f"{name}.weight").shape) for name in self.targets(model))
-        return min(sides) // (2 if self.is_pissa else 1)
+        return min(sides) * self.r // self.exported.r
 
     def initial_shapes(self, model: PreTrainedModel) -> dict[str, torch.Size]:
         """Return the shapes of PiSSA's frozen initial factors, by name; empty for another initialisation.

@@ -36,6 +36,7 @@ from components.data.tokenize.workers import build_store
 from components.home import expand_home
 from components.json_text import as_type
 from components.rank_info import num_cores
+from components.rounding import whole_steps
 
 log = logging.getLogger(__name__)
 
@@ -354,9 +355,9 @@ class Data(ABC):
             return max_steps
         assert epochs is not None
         if len(steps) == 1:
-            return _whole_steps(steps[0] * epochs)
+            return whole_steps(steps[0] * epochs)  # a fraction is rounded up, as in transformers
         last = epochs - (len(steps) - 1)
-        return sum(steps[:-1]) + _whole_steps(steps[-1] * last)
+        return sum(steps[:-1]) + whole_steps(steps[-1] * last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,11 +371,6 @@ class StdlibData(Data):
 
     def eval_sources(self) -> Mapping[str, Source]:
         return {"eval": StdlibSource("eval", self.max_eval_samples)}
-
-
-def _whole_steps(steps: float) -> int:
-    """Round a fraction up, as transformers does, but not the error of a product such as 50 * 1.1."""
-    return max(math.ceil(round(steps, 6)), 1)
 
 
 def _flags(chosen: Ints, number: int) -> Bools:

@@ -106,8 +106,8 @@ def make_sampler(
     """Make a new sampler for trial ``number``, with which a resumed sweep samples the same values.
 
     Raises:
-        ConfigError: if there is no such sampler, it has no such options, a seed is among them, or a grid is
-            not possible.
+        ConfigError: if there is no sampler of this name, if it lacks one of the ``options``, if these contain
+            a seed, or if a grid is not possible.
     """
     from optuna.samplers import GridSampler, RandomSampler, TPESampler
 

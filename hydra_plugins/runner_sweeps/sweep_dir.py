@@ -85,13 +85,11 @@ def check_swept_values(overrides: Sequence[str]) -> None:
     """Raise ConfigError if an override is malformed or a swept key has no value, because no job would run."""
     from components.json_text import one_line
 
-    # The loader lists the files of a glob.
+    # The loader lists the files of a glob. ``parse_override``, for one word, would not pass it on.
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     for words in overrides:
         try:
-            (override,) = parser.parse_overrides(
-                [words]
-            )  # which, unlike parse_override, passes the loader on
+            (override,) = parser.parse_overrides([words])
             discrete = override.is_sweep_override() and override.is_discrete_sweep()
             empty = discrete and next(override.sweep_string_iterator(), None) is None
             reason = "has no value; give at least one value" if empty else None

@@ -24,6 +24,7 @@ from components.contracts.json_types import Json
 from components.home import expand_home
 from runner.cli import run_or_answer
 from runner.commands.arguments import Keys, first_line, parse_pairs, whole_number
+from runner.commands.importing.sharding import FILES
 from runner.commands.importing.translate import TOOLS, translate
 from runner.commands.importing.translation import Translation
 from runner.config.command_line import hydra_value
@@ -149,7 +150,7 @@ def take_ranks(options: Json, path: Path) -> dict[str, str]:
 
 def files_of(options: Json, path: Path) -> Json:
     """Return the contents of files of DeepSpeed and FSDP that ``path`` names and that exist, by option."""
-    names = [name for name in ("deepspeed", "fsdp_config") if isinstance(options.get(name), str)]
+    names = [name for name in FILES if isinstance(options.get(name), str)]
     files = {name: named_in(path, name, options[name]) for name in names}
     return {name: read_options(file) for name, file in files.items() if file.is_file()}
 

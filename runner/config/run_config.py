@@ -12,6 +12,7 @@ from components.contracts.device import DeviceKind
 from components.contracts.engine import Kernels, LossScaling
 from components.contracts.errors import ConfigError, check_at_least_one
 from components.proof.small_model import Limits
+from components.rounding import whole_steps
 
 MOST_DEVICES = 2**20
 """Largest number of devices for which a layout is searched."""
@@ -221,8 +222,7 @@ def every(cadence: float, step: int, last: int) -> bool:
     """
     if not cadence:
         return False
-    # Rounded, because 0.07 * 100 is slightly more than 7 in floating point.
-    steps = int(cadence) if cadence >= 1 else max(math.ceil(round(cadence * last, 6)), 1)
+    steps = int(cadence) if cadence >= 1 else whole_steps(cadence * last)
     return step % steps == 0
 
 

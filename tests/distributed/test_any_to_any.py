@@ -33,7 +33,7 @@ CHAINS = [
     ("deepseek", "dp4ep2 sharded", "fsdp2 tp2ep2", "pp2ep2", "fsdp2 cp2ep2"),
     ("muon", "tp2dp2 whole", "fsdp2 tp2", "pp2vpp2cp2", "hsdp"),
 ]
-"""What is trained, the layout of the first run, and the layout of each run that resumes the run before it."""
+"""Cases: the work, the layout of the first run, and the layouts of the runs that resume it, one by one."""
 SAME = [
     ("full", "hsdp"),
     ("full", "tp2pp2"),

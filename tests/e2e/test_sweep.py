@@ -51,7 +51,7 @@ def test_a_sweep_under_torchrun_is_refused(
         assert call_here(*words, f"run.output_dir={tmp_path}") == 2
         assert "torchrun" in capsys.readouterr().err
     monkeypatch.setattr("runner.launch.run.run", lambda *_: 1.0)
-    assert call_here("sweep=lr_layout", "hydra.mode=RUN") == 0, "one of its jobs, which is no sweep"
+    assert call_here("sweep=lr_layout", "hydra.mode=RUN") == 0, "a single job of the sweep"
 
 
 def test_half_a_launcher_is_refused(

@@ -6,7 +6,9 @@ from pathlib import PurePath
 from components.json_text import leaves
 from runner.commands.importing.translation import Translation, as_list
 
-OPTIONS = ("deepspeed", "fsdp", "fsdp_config", "fsdp_version")
+FILES = ("deepspeed", "fsdp_config")
+"""Options that may name a file, whose contents then replace the name."""
+OPTIONS = (*FILES, "fsdp", "fsdp_version")
 STAGES = {"0": "no_shard", "1": "shard_grad_op", "2": "shard_grad_op"}
 """Stage of ZeRO -> strategy of FSDP; the third is FSDP's default, ``full_shard``."""
 STRATEGIES = {"false": "shard_grad_op", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"}
@@ -19,8 +21,8 @@ def choose_sharding(work: Translation, dp: int) -> bool:
 
     Return whether there are such options. The name of a file that was not found may contain the stage.
     """
-    given = [work.left.pop(name, None) for name in OPTIONS]
-    wanted = {strategy for option in given for strategy in strategies(option)}
+    given = {name: work.left.pop(name, None) for name in OPTIONS}
+    wanted = {strategy for option in given.values() for strategy in strategies(option)}
     if "no_shard" in wanted and dp > 1:
         work.words["parallelism.dp_replicate"] = dp
     elif "shard_grad_op" in wanted:
@@ -29,12 +31,12 @@ def choose_sharding(work: Translation, dp: int) -> bool:
         work.words["parallelism.cpu_offload"] = True
     if "hybrid_shard" in wanted:
         work.checks["parallelism.dp_replicate"] = "hybrid shards need it: the number of copies of the model"
-    if missing := [option for option in (given[0], given[2]) if isinstance(option, str)]:
+    if missing := [given[name] for name in FILES if isinstance(given[name], str)]:
         work.checks["parallelism"] = (
             f"{missing[0]} was not found; fsdp2 is ZeRO-3, ZeRO-2 is "
             "parallelism.reshard_after_forward=false, and offloading parallelism.cpu_offload=true"
         )
-    return any(given)
+    return any(given.values())
 
 
 def strategies(option: object) -> set[str]:
