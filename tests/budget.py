@@ -1,6 +1,7 @@
 """Budget of the quick part in processes and rank calls, which stand for its time: clocks are unreliable."""
 
 import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -45,11 +46,12 @@ def over_budget(found: Mapping[str, Counter[str]]) -> list[str]:
 
 def count_starts() -> None:
     """Count every Python process that this process starts from now on."""
+    start = subprocess.Popen.__init__
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "subprocess.Popen" or os.fspath(arguments[0] or arguments[1][0]) != sys.executable:
-            return
-        if not any(PROBE in str(word) for word in arguments[1]):
+    def counting(process: "subprocess.Popen[Any]", args: Any, *more: Any, **options: Any) -> None:
+        words = [str(word) for word in args] if isinstance(args, list | tuple) else [str(args)]
+        if words[0] == sys.executable and not any(PROBE in word for word in words):
             count("started")
+        start(process, args, *more, **options)
 
-    sys.addaudithook(hook)
+    subprocess.Popen.__init__ = counting  # type: ignore[method-assign]

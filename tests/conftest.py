@@ -30,6 +30,7 @@ sys.dont_write_bytecode = False
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
 """Ids of the tests with the marker ``slow``. The id of a function stands for all its cases."""
 SESSION = pytest.StashKey[Path]()
+SLOW_FILES = frozenset(name.partition("::")[0] for name in SLOW)
 COLLECTED = pytest.StashKey[set[str]]()
 """Ids of all tests that were found, before a marker leaves some out."""
 FROZEN = pytest.StashKey[int]()
@@ -60,6 +61,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if config.args and all("::" in word for word in config.args):
         return 0
     return (os.cpu_count() or 1) + 1 if config.option.markexpr == "slow" else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only files with slow tests for the slow part."""
+    if config.option.markexpr != "slow" or not collection_path.name.startswith("test_"):
+        return None
+    return True if str(collection_path.relative_to(config.rootpath)) not in SLOW_FILES else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -105,16 +105,11 @@ LARGE = {
         *("parallelism.blocks_per_group=4", "data.max_length=512"),
         *("run.micro_batch_size=1", "run.global_batch_size=4"),
     ],
-    "8b replicas with host state": [
-        *(
-            *OF_8B,
-            FOUR,
-            SMALL_HEAD,
-            "data.max_length=512",
-            "parallelism=fsdp2",
-            "parallelism.cpu_offload=true",
-        ),
-        *("parallelism.dp=4", "parallelism.dp_replicate=2"),
+    "1b replicas with host state": [
+        *OF_1B,
+        FOUR,
+        *("parallelism=fsdp2", "parallelism.cpu_offload=true"),
+        *("parallelism.dp=4", "parallelism.dp_replicate=2", "data.max_length=512"),
         *("run.micro_batch_size=1", "run.global_batch_size=8"),
     ],
     "0.6b fp32": [*SINGLE_FP32, "parallelism=single"],
@@ -541,7 +536,8 @@ def check_traffic(found: Rehearsed, dimension: str, within: float = WITHIN) -> N
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
 def test_the_traffic_of_tensor_parallelism(name: str, tmp_path: Path) -> None:
     """An adapter also exchanges its own inputs and gradients, which the estimate leaves out."""
-    found = rehearse(tmp_path, "run.dtype=bf16", "preflight.steps=1", *TENSOR_PARALLEL[name])
+    one = ["preflight.steps=1", "run.global_batch_size=2"]
+    found = rehearse(tmp_path, "run.dtype=bf16", *one, *TENSOR_PARALLEL[name])
     check_traffic(found, "tp", within=0.05 if "lora" in name else WITHIN)
 
 
@@ -584,7 +580,7 @@ def test_gradients_and_weights_are_exchanged_during_passes(rank: int, tmp_path: 
 
 def test_fused_functions_are_fewer_kernels(tmp_path: Path) -> None:
     """The activation saves less. Each of the four matrices of a layer has one addition of gradients less."""
-    on = [*ROW, "parallelism=tp2", "preflight.steps=1", "run.micro_batch_size=1"]
+    on = [*ROW, "parallelism=tp2", "preflight.steps=1", "run.micro_batch_size=1", "run.global_batch_size=1"]
     fused, activation, addition = (
         rehearse(tmp_path / name, *on, *(f"parallelism.{flag}=false" for flag in [name] if name != "fused"))
         for name in ("fused", "bias_activation_fusion", "gradient_accumulation_fusion")
