@@ -60,7 +60,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("model=moe_tiny", "stage=dpo", "parallelism=ep2"), "ep2 dp2 2 ranks"),
         ((*SMALL, "~parallelism", "+parallelism._target_=tests.e2e.own_layout.OneRank"), "1 rank"),
         (("adapter=lora", "adapter.dropout=0.1", *SMALL, "parallelism=fsdp2_tp2"), "tp2 dp2 4 ranks"),
-        (("optimizer=muon", "adapter=lora", "parallelism=fsdp2_cp2"), "cp2 dp2 4 ranks"),
+        (("optimizer=muon", "adapter=lora", *SMALL, "parallelism=fsdp2_cp2"), "cp2 dp2 4 ranks"),
     ],
     ids=["two", "fsdp2_tp2cp2", "tp2pp2", "large", "experts", "layout", "adapter", "muon"],
 )
