@@ -7,10 +7,11 @@ texts are compared:
 * it ends at the end of the rendering up to and including the turn, without trailing whitespace.
 
 Both renderings must be prefixes of the whole text. They are not if the template writes a turn differently
-when more turns follow (it drops earlier reasoning, or moves the tools). Then a probe character is inserted at
-the edge of the turn's content, and its position is used only if the whole text is otherwise unchanged. If
-both methods fail, an error is raised. The text is never searched for headers, so an answer that looks like a
-header is not mistaken for one.
+when more turns follow (it drops earlier reasoning, or moves the tools). Then the turn begins where a probe
+character that replaces its content would be, if the text before it is the same. Otherwise the probe is
+inserted at the edge of the turn's content or in the name of its last call, and its position is used only if
+the whole text is otherwise unchanged. If all methods fail, an error is raised. The text is never searched for
+headers, so an answer that looks like a header is not mistaken for one.
 """
 
 import re
@@ -222,7 +223,12 @@ def _start(chat: Conversation, turn: int) -> int | None:
     if before == chat.template.render(earlier) or not text.startswith(before):
         # No generation prompt, or one with text that the template leaves out of a finished turn.
         before = _before_answer(chat, turn, before)
-    return len(before) if text.startswith(before) else _edge(chat, turn, at_end=False)
+    if text.startswith(before):
+        return len(before)
+    before = _before_content(chat, turn)
+    if before and text.startswith(before):
+        return len(before)
+    return _position(chat, turn, _probed(chat.messages[turn], at_end=False))
 
 
 def _before_answer(chat: Conversation, turn: int, prompt: str) -> str:
@@ -237,6 +243,17 @@ def _before_answer(chat: Conversation, turn: int, prompt: str) -> str:
     return before if probe and is_header else prompt
 
 
+def _before_content(chat: Conversation, turn: int) -> str:
+    """Return the text before the content of an assistant turn that has no reasoning.
+
+    It is empty if the template does not write the content.
+    """
+    message = {key: value for key, value in chat.messages[turn].items() if key in ("role", "tool_calls")}
+    messages = [*chat.messages[:turn], {**message, "content": _PROBE}, *chat.messages[turn + 1 :]]
+    before, probe, _ = chat.template.render(messages).partition(_PROBE)
+    return before if probe else ""
+
+
 def _end(chat: Conversation, turn: int) -> int | None:
     """Return the position in the text at which the turn's stop token ends.
 
@@ -246,19 +263,45 @@ def _end(chat: Conversation, turn: int) -> int | None:
     through = chat.text if last else chat.template.render(chat.messages[: turn + 1])
     if chat.text.startswith(through.rstrip()):
         return len(through.rstrip())
-    end = _edge(chat, turn, at_end=True)
-    if end is None:
+    probed = _probed_end(chat.messages[turn])
+    if (end := _position(chat, turn, probed)) is None:
         return None
-    alone = chat.template.render([*chat.messages[:turn], _probed(chat.messages[turn], at_end=True)])
+    alone = chat.template.render([*chat.messages[:turn], probed])
     closing = alone[alone.find(_PROBE) + 1 :].rstrip()
-    return end + len(closing) if chat.text.startswith(closing, end) else end
+    if chat.text.startswith(closing, end):
+        return end + len(closing)
+    return None if "tool_calls" in probed else _after_other_stop(chat, turn, end, closing)
 
 
-def _edge(chat: Conversation, turn: int, *, at_end: bool) -> int | None:
-    """Return where the content of a turn begins or ends. None means that a probe there changes other text."""
-    message = _probed(chat.messages[turn], at_end=at_end)
-    probed = chat.template.render([*chat.messages[:turn], message, *chat.messages[turn + 1 :]])
-    return probed.index(_PROBE) if probed.replace(_PROBE, "", 1) == chat.text != probed else None
+def _probed_end(message: Message) -> Message:
+    """Return a copy of the message with the probe after the name of its last call, or else its content."""
+    if "tool_calls" not in message:
+        return _probed(message, at_end=True)
+    *calls, last = message["tool_calls"]
+    function = {**last["function"], "name": last["function"]["name"] + _PROBE}
+    return {**message, "tool_calls": [*calls, {**last, "function": function}]}
+
+
+def _after_other_stop(chat: Conversation, turn: int, end: int, closing: str) -> int:
+    """Return the end of the stop token at ``end`` if the template ends the last turn with another one.
+
+    ``closing`` is what the template writes after the last turn. If it does not begin with a stop token, or if
+    the token at ``end`` is all that precedes the next content, and so its header, ``end`` is returned.
+    """
+    first = chat.template.tokenizer(closing, add_special_tokens=False)["input_ids"][:1]
+    content = _position(chat, turn + 1, _probed(chat.messages[turn + 1], at_end=False))
+    if not first or content is None:
+        return end
+    token = bisect_left(chat.offsets, (end, end + 1))
+    start, stop = chat.offsets[token]
+    are_stops = {*first, chat.input_ids[token]} <= chat.template.stop_ids
+    return stop if start == end and are_stops and chat.text[stop:content].strip() else end
+
+
+def _position(chat: Conversation, turn: int, probed: Message) -> int | None:
+    """Return where the probe in ``probed``, a copy of a turn, is. None means that it changes other text."""
+    text = chat.template.render([*chat.messages[:turn], probed, *chat.messages[turn + 1 :]])
+    return text.index(_PROBE) if text.replace(_PROBE, "", 1) == chat.text != text else None
 
 
 def _probed(message: Message, *, at_end: bool) -> Message:
@@ -291,12 +334,26 @@ def _marked(chat: Conversation, num_turns: int) -> list[Span]:
     )
     assert text == chat.text
     spans = [(start, end) for start, end in marked if start < end]
+    if len(spans) > num_turns:
+        spans = _joined(spans, text)
     if len(spans) != num_turns:
         raise template.error(
             f"has {{% generation %}} marks around {len(spans)} of {num_turns} assistant turns",
             "Put the marks around every assistant turn with its stop token, remove them",
         )
     return spans
+
+
+def _joined(spans: list[Span], text: str) -> list[Span]:
+    """Join spans with nothing but whitespace between them, such as a turn and its end-of-sequence token."""
+    joined = spans[:1]
+    for start, end in spans[1:]:
+        first, before = joined[-1]
+        if text[before:start].strip():
+            joined.append((start, end))
+        else:
+            joined[-1] = (first, end)
+    return joined
 
 
 def _with_stop(chat: Conversation, turn: int, marked: Span) -> Span:

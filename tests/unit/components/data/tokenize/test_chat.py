@@ -77,9 +77,21 @@ EOS_AT_END = """{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -
 {%- if add_generation_prompt -%}{{- 'assistant:' -}}{%- else -%}{{- eos_token -}}{%- endif -%}"""
 NO_STOP = """{%- for m in messages -%}{{- '### ' + m.role + '\\n' + m.content + '\\n' -}}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- '### assistant\\n' -}}{%- endif -%}"""
+# The last turn ends with another stop token (as in gpt-oss), or with a further one (as in Phi-3).
+OTHER_STOP_AT_END = CHATML.replace("'<|im_end|>\\n'", "('<|eot|>' if loop.last else '<|im_end|>\\n')")
+EOS_AFTER_STOP = CHATML.replace("im_end", "eot").replace(
+    "{%- endif -%}", "{%- else -%}{{- eos_token -}}{%- endif -%}"
+)
+# The header of the next message is one token, and no stop token is between the two.
+HEADER_AFTER_ANSWER = """
+{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- else -%}{{- eos_token -}}{%- endif -%}
+"""
+# The end-of-sequence token after the last turn has a mark of its own.
+MARKS_EOS = MARKS_LONG.removesuffix(ASK) + "{%- generation -%}{{- eos_token -}}{%- endgeneration -%}"
 FORGOTTEN_MARK = MARKS_LONG.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
 
-ADDED = ["<|begin|>", "<|header|>", "<|/header|>", "<|eot|>", "<|user|>", "<|assistant|>"]
+ADDED = ["<|system|>", "<|begin|>", "<|header|>", "<|/header|>", "<|eot|>", "<|user|>", "<|assistant|>"]
 ANSWERS = ["Hello, wörld! 你好 🙂", "<|assistant but no header\nassistant\n  - 42\n\n  - 43", "Bye."]
 CHAT = [
     {"role": "system", "content": "Be kind."},
@@ -154,6 +166,16 @@ def with_stop(stop: str, before: str = "") -> list[str]:
         pytest.param(COUNTS_TURNS, with_stop("<|im_end|>"), id="counts-turns"),
         pytest.param(EOS_AT_END, [" " + a for a in [*ANSWERS[:2], "Bye.\n<|im_end|>"]], id="eos-at-end"),
         pytest.param(NO_STOP, ANSWERS, id="no-stop"),
+        pytest.param(
+            OTHER_STOP_AT_END, [*with_stop("<|im_end|>")[:2], "Bye.<|eot|>"], id="other-stop-at-end"
+        ),
+        pytest.param(
+            EOS_AFTER_STOP, [*with_stop("<|eot|>")[:2], "Bye.<|eot|>\n<|im_end|>"], id="eos-after-stop"
+        ),
+        pytest.param(HEADER_AFTER_ANSWER, [*ANSWERS[:2], "Bye.<|im_end|>"], id="header-after-answer"),
+        pytest.param(
+            MARKS_EOS, [*with_stop("<|im_end|>")[:2], "Bye.<|im_end|>\n<|im_end|>"], id="marks-around-eos"
+        ),
     ],
 )
 def test_targets_are_answers_and_their_stop_tokens(template: str | None, expected: list[str]) -> None:
@@ -287,6 +309,51 @@ def test_tools_and_calls() -> None:
         "Noon.<|im_end|>",
     ]
     assert tokenizer.decode(encoded.input_ids).startswith("<|im_start|>system\nTools:\n{")
+
+
+# Reasoning is written after the last question only, and calls begin a line (as in Qwen3.5).
+DROPS_AND_CALLS = """
+{%- for m in messages -%}
+{%- set answer = m.content.split('</think>')[-1].strip() -%}
+{{- '<|im_start|>' + m.role + '\\n' -}}
+{%- if m.role == 'assistant' and 'user' not in messages[loop.index:] | map(attribute='role') -%}
+{{- '<think>\\n' + (m.content.split('</think>')[0] if '</think>' in m.content else '') + '</think>\\n' -}}
+{%- endif -%}
+{{- answer -}}
+{%- for call in m.tool_calls -%}{{- ('\\n' if answer) ~ call.function | tojson -}}{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}
+"""
+CALL = {"type": "function", "function": {"arguments": {}, "name": "now"}}
+
+
+@pytest.mark.parametrize("content", ["", "Let me look.", "<think>hm</think>"])
+def test_calls_of_an_earlier_turn_whose_reasoning_the_template_drops(content: str) -> None:
+    tokenizer = make_tokenizer(DROPS_AND_CALLS)
+    calls = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+    turns = [calls, {"role": "tool", "content": "12:00"}, {"role": "assistant", "content": "Noon."}]
+    said = content.partition("</think>")[2] if "think" in content else content + "\n" * bool(content)
+    call = said + '{"arguments": {}, "name": "now"}<|im_end|>'
+    encoded = encode_chat([CHAT[1], *turns, CHAT[1], *turns], tokenizer)
+    assert targets(encoded, tokenizer)[:2] == [call, "Noon.<|im_end|>"]
+    assert targets(encoded, tokenizer)[2].endswith(f"</think>\n{call}")
+    assert targets(encoded, tokenizer)[3] == "</think>\nNoon.<|im_end|>"
+
+
+def test_a_turn_of_calls_whose_text_is_written_after_the_result_is_an_error() -> None:
+    """As in Gemma 4. Everything up to this text would be trained on, including the result."""
+    tokenizer = make_tokenizer(
+        "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
+        "{{- '[' + m.content + ']' + messages[loop.index0 - 1].content + '<|im_end|>\\n' -}}"
+        "{%- elif m.tool_calls -%}"
+        "{{- m.tool_calls | tojson + (m.content + '<|im_end|>\\n' if loop.last else '') -}}"
+        "{%- else -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endif -%}"
+        "{%- endfor -%}"
+    )
+    calls = {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]}
+    with pytest.raises(ConfigError, match="message 1, the assistant's, cannot be located"):
+        encode_chat([CHAT[1], calls, {"role": "tool", "content": "12:00"}, CHAT[-1]], tokenizer)
 
 
 @pytest.mark.parametrize("key", ["tools", "tool_calls"])

@@ -1,12 +1,16 @@
 """Records in TRL's documented formats give the tokens and labels that TRL's trainers give."""
 
 import json
+import re
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 from transformers import (
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -21,6 +25,7 @@ from components.data.records.record_files import PairAnswer
 from components.data.records.samples import UnpairedSample
 from components.data.records.split_pairs import split_pairs
 from components.data.tokenize.encoder import Encoder, with_kl_completions
+from components.data.tokenizer import PATH
 
 trl = pytest.importorskip("trl")
 
@@ -175,6 +180,31 @@ def test_labelled_completions(
     row = trained(trl.KTOTrainer, trl.KTOConfig, record, tmp_path, model=model, tokenizer=tokenizer)
     expected = [split_at(row["prompt_ids"], row["completion_ids"])]
     assert ours(record, "unpaired", tokenizer) == without_blanks_after_the_stop_token(expected, tokenizer)
+
+
+@pytest.mark.parametrize("template", ["phi3", "phi3_training", "phi3_5", "phi3_5_training", "gptoss"])
+def test_turns_of_templates_that_end_the_last_one_differently(template: str) -> None:
+    """The marks of TRL's own training templates; they include the header of gpt-oss and line breaks."""
+    folder = Path(trl.__file__).parent / "chat_templates"
+    marked = (folder / f"{template.removesuffix('_training')}_training.jinja").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    special = sorted({*re.findall(r"<\|\w+\|>", marked)})
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    messages = [*EARLIER, *BLUE]
+    theirs = tokenizer.apply_chat_template(
+        messages, chat_template=marked, return_assistant_tokens_mask=True, return_dict=True
+    )
+    tokenizer.chat_template = (folder / f"{template}.jinja").read_text()
+    [(ids, mask)] = ours({"messages": messages}, "chat", tokenizer)
+    expected = runs(theirs["input_ids"], theirs["assistant_masks"], tokenizer)
+    assert runs(ids, mask, tokenizer) == [
+        text.removeprefix("<|start|>assistant").rstrip() for text in expected
+    ]
+
+
+def runs(ids: list[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    pairs = groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1]))
+    return [tokenizer.decode([token for token, _ in run]) for on, run in pairs if on]
 
 
 def test_pairs_are_split_as_by_trl(tmp_path: Path) -> None:
