@@ -101,7 +101,7 @@ def _encode_answers(
 def _encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     begin, end = _document_ends(tokenizer)
     input_ids = array("I", begin)  # a list of integers would take ten times the memory of a long document
-    for piece in _pieces(text, tokenizer):
+    for piece in _pieces(text.removesuffix(tokenizer.eos_token or ""), tokenizer):
         input_ids.extend(_plain_ids(piece, tokenizer))
     input_ids.extend(end)
     return Encoded(input_ids, bytes([True]) * len(input_ids), prompt_length=0, stop_trained=bool(end))

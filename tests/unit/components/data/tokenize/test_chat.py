@@ -467,12 +467,13 @@ def add_bos(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.backend_tokenizer.post_processor = processor
 
 
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
 @pytest.mark.parametrize("begin", ["", "<|begin|>"])
-def test_document_ends_with_the_stop_token(begin: str) -> None:
+def test_document_ends_with_one_stop_token(begin: str, end: str) -> None:
     tokenizer = make_tokenizer()
     if begin:
         add_bos(tokenizer)
-    [encoded] = encode_sample(TextSample("import os\n"), tokenizer, train_on_prompt=False, origin="")
+    [encoded] = encode_sample(TextSample(f"import os\n{end}"), tokenizer, train_on_prompt=False, origin="")
     assert tokenizer.decode(encoded.input_ids) == begin + "import os\n<|im_end|>"
     assert all(encoded.mask)
     assert encoded.stop_trained

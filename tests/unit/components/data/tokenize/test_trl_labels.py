@@ -132,9 +132,13 @@ def split_at(prompt: list[int], answer: list[int]) -> tuple[list[int], list[bool
     return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
-def test_documents(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, tmp_path: Path) -> None:
-    row = trained(trl.SFTTrainer, trl.SFTConfig, TEXT, tmp_path, model=model, tokenizer=tokenizer)
-    assert ours(TEXT, "text", tokenizer) == [(row["input_ids"], [True] * len(row["input_ids"]))]
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+def test_documents(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, tmp_path: Path, end: str
+) -> None:
+    record = {"text": TEXT["text"] + end}
+    row = trained(trl.SFTTrainer, trl.SFTConfig, record, tmp_path, model=model, tokenizer=tokenizer)
+    assert ours(record, "text", tokenizer) == [(row["input_ids"], [True] * len(row["input_ids"]))]
 
 
 @pytest.mark.parametrize("record", CHATS.values(), ids=CHATS)
