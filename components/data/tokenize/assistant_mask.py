@@ -14,11 +14,13 @@ the whole text is otherwise unchanged. If all methods fail, an error is raised. 
 headers, so an answer that looks like a header is not mistaken for one.
 """
 
+import json
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +32,8 @@ from components.data.records.options import RecordError
 from components.data.records.samples import ChatSample, Message, PreferenceSample, Tool, UnpairedSample
 from components.data.tokenize.template_limits import limited_memory, limited_time
 from components.json_text import one_line
+
+T = TypeVar("T")
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE = "\ue000"  # in the private use area: no template strips, escapes or tests for it
@@ -71,8 +75,11 @@ class Template:
         """
         try:
             with limited_memory(), limited_time():
-                return self.tokenizer.apply_chat_template(
-                    messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt, **self.kwargs
+                return _with_fitting_arguments(
+                    lambda fitting: self.tokenizer.apply_chat_template(
+                        fitting, tools=self.tools, tokenize=False, add_generation_prompt=prompt, **self.kwargs
+                    ),
+                    messages,
                 )
         except FAILURES as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
@@ -127,6 +134,26 @@ class Template:
         return RecordError(
             f"{self.origin}: the chat template {what}.\n{remedy}, or use another template ({where})."
         )
+
+
+def _with_fitting_arguments(render: Callable[[list[Message]], T], messages: list[Message]) -> T:
+    """Return ``render(messages)``; if that fails with a TypeError, with the arguments of calls as JSON text.
+
+    Some templates, such as DeepSeek-V3's, concatenate the arguments with other text.
+    """
+    try:
+        return render(messages)
+    except TypeError:
+        return render([_with_arguments_as_text(message) for message in messages])
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    calls = [{**call, "function": _as_text(call["function"])} for call in message.get("tool_calls", [])]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _as_text(function: Json) -> Json:
+    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
 @dataclass(frozen=True)
@@ -324,13 +351,16 @@ def _marked(chat: Conversation, num_turns: int) -> list[Span]:
         RecordError: if the number of spans is not ``num_turns``.
     """
     template = chat.template
-    [text], [marked] = render_jinja_template(
-        conversations=[chat.messages],
-        tools=template.tools,
-        chat_template=template.source,
-        return_assistant_tokens_mask=True,
-        add_generation_prompt=False,
-        **{**template.tokenizer.special_tokens_map, **template.kwargs},
+    [text], [marked] = _with_fitting_arguments(
+        lambda fitting: render_jinja_template(
+            conversations=[fitting],
+            tools=template.tools,
+            chat_template=template.source,
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=False,
+            **{**template.tokenizer.special_tokens_map, **template.kwargs},
+        ),
+        chat.messages,
     )
     assert text == chat.text
     spans = [(start, end) for start, end in marked if start < end]

@@ -311,6 +311,18 @@ def test_tools_and_calls() -> None:
     assert tokenizer.decode(encoded.input_ids).startswith("<|im_start|>system\nTools:\n{")
 
 
+@pytest.mark.parametrize("mark", [("", ""), ("{%- generation -%}", "{%- endgeneration -%}")])
+def test_template_that_needs_the_arguments_of_a_call_as_text(mark: tuple[str, str]) -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": {"zone": "東京"}}}
+    tokenizer = make_tokenizer(
+        "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}{%- if m.tool_calls -%}"
+        f"{mark[0]}{{{{- m.tool_calls[0].function.arguments + '<|im_end|>' -}}}}{mark[1]}"
+        "{%- else -%}{{- m.content -}}{%- endif -%}{%- endfor -%}"
+    )
+    encoded = encode_chat([CHAT[1], {"role": "assistant", "content": "", "tool_calls": [call]}], tokenizer)
+    assert targets(encoded, tokenizer) == ['{"zone": "東京"}<|im_end|>']
+
+
 # Reasoning is written after the last question only, and calls begin a line (as in Qwen3.5).
 DROPS_AND_CALLS = """
 {%- for m in messages -%}
