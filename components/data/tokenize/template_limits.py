@@ -1,7 +1,8 @@
-"""Limits for chat templates, which are third-party code: memory, time, and the size of numbers.
+"""Limits for chat templates, which are third-party code: memory, time, the size of numbers, and the date.
 
 The sandbox of transformers limits what a template may read and the length of a range. It limits neither text
-that is made by multiplication, nor powers and nested loops, which can take hours.
+that is made by multiplication, nor powers and nested loops, which can take hours. It also lets a template
+write the current date, with which the same data would have other tokens the next day.
 """
 
 import os
@@ -9,9 +10,10 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import ClassVar
+from datetime import date
+from typing import Any, ClassVar
 
 from jinja2 import TemplateRuntimeError
 from jinja2.runtime import Context
@@ -24,13 +26,18 @@ RENDER_BYTES = 4 * GIB
 RENDER_SECONDS = 20.0
 """Maximum processor time of one rendering, in seconds. Usual renderings take a millisecond."""
 NUMBER_BITS = 2**16
+DAY = date(2024, 7, 26)
+"""The date in every text; the template of Llama 3.2 writes this one if there is no ``strftime_now``."""
 DATA_COLUMN = 5
 """Column of /proc/self/statm with the memory that RLIMIT_DATA counts, in pages."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox of chat templates, without products and powers of more than ``NUMBER_BITS`` bits."""
+    """The sandbox of chat templates, without numbers of more than ``NUMBER_BITS`` bits and the current date.
+
+    Products and powers have this limit, and ``strftime_now`` formats ``DAY``.
+    """
 
     intercepted_binops: ClassVar[frozenset[str]] = frozenset({"*", "**"})  # type: ignore[misc]
 
@@ -40,6 +47,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if bits > NUMBER_BITS:
                 raise TemplateRuntimeError(f"a number of more than {NUMBER_BITS} bits")
         return super().call_binop(context, operator, left, right)
+
+    def make_globals(self, d: MutableMapping[str, Any] | None) -> MutableMapping[str, Any]:
+        return super().make_globals({**(d or {}), "strftime_now": DAY.strftime})
 
 
 # transformers looks the class up by this name when it compiles a template, and has no option for another one.

@@ -435,6 +435,12 @@ def test_variables_are_known_by_their_whole_name() -> None:
                 encode_sample(sample, tokenizer, train_on_prompt=False, origin="")
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKS_SHORT])
+def test_a_template_does_not_write_the_current_date(template: str) -> None:
+    tokenizer = make_tokenizer("{{- strftime_now('%Y/%m/%d') -}}" + template)
+    assert tokenizer.decode(encode_chat(CHAT, tokenizer).input_ids).startswith("2024/07/26<|im_start|>system")
+
+
 @pytest.mark.parametrize("template", [None, CHATML, LLAMA3, MARKS_SHORT, DROPS_REASONING, OPENS_REASONING])
 @pytest.mark.parametrize("rejected", ["No.", ANSWERS[2] + " Or not."])
 def test_pair_shares_its_prompt_and_trains_on_the_answer_only(template: str | None, rejected: str) -> None:
