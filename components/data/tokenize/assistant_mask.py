@@ -9,9 +9,9 @@ texts are compared:
 Both renderings must be prefixes of the whole text. They are not if the template writes a turn differently
 when more turns follow (it drops earlier reasoning, or moves the tools). Then the turn begins where a probe
 character that replaces its content would be, if the text before it is the same. Otherwise the probe is
-inserted at the edge of the turn's content or in the name of its last call, and its position is used only if
-the whole text is otherwise unchanged. If all methods fail, an error is raised. The text is never searched for
-headers, so an answer that looks like a header is not mistaken for one.
+inserted at the edge of the turn's reasoning or content, or after the name of its last call, and its position
+is used only if the whole text is otherwise unchanged. If all methods fail, an error is raised. The text is
+never searched for headers, so an answer that looks like a header is not mistaken for one.
 """
 
 import json
@@ -28,6 +28,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
+from components.data.records.messages import REASONING_KEYS
 from components.data.records.options import RecordError
 from components.data.records.samples import ChatSample, Message, PreferenceSample, Tool, UnpairedSample
 from components.data.tokenize.template_limits import limited_memory, limited_time
@@ -255,7 +256,10 @@ def _start(chat: Conversation, turn: int) -> int | None:
     before = _before_content(chat, turn)
     if before and text.startswith(before):
         return len(before)
-    return _position(chat, turn, _probed(chat.messages[turn], at_end=False))
+    message = chat.messages[turn]
+    keys = (*(key for key in REASONING_KEYS if isinstance(message.get(key), str)), "content")
+    positions = (_position(chat, turn, _probed(message, key, at_end=False)) for key in keys)
+    return next((position for position in positions if position is not None), None)
 
 
 def _before_answer(chat: Conversation, turn: int, prompt: str) -> str:
@@ -331,14 +335,14 @@ def _position(chat: Conversation, turn: int, probed: Message) -> int | None:
     return text.index(_PROBE) if text.replace(_PROBE, "", 1) == chat.text != text else None
 
 
-def _probed(message: Message, *, at_end: bool) -> Message:
+def _probed(message: Message, key: str = "content", *, at_end: bool) -> Message:
     """Return a copy of the message with the probe before the first or after the last visible character.
 
-    Whitespace around the content stays outside of the probe, because many templates trim it.
+    Whitespace around the text under ``key`` stays outside of the probe, because many templates trim it.
     """
-    content = message["content"]
-    edge = len(content.rstrip()) if at_end else len(content) - len(content.lstrip())
-    return {**message, "content": content[:edge] + _PROBE + content[edge:]}
+    text = message[key]
+    edge = len(text.rstrip()) if at_end else len(text) - len(text.lstrip())
+    return {**message, key: text[:edge] + _PROBE + text[edge:]}
 
 
 def _marked(chat: Conversation, num_turns: int) -> list[Span]:

@@ -202,6 +202,17 @@ def test_reasoning_of_an_earlier_turn_that_the_template_drops(template: str, sto
     assert targets(encode_chat(messages, tokenizer), tokenizer)[0] == "Hello" + stop
 
 
+def test_reasoning_that_the_generation_prompt_would_leave_empty() -> None:
+    """As in the templates of Qwen3.5 that do not think by default."""
+    reasoning = "'<think>\\n' + m.reasoning_content | default('') + '\\n</think>\\n\\n'"
+    template = DROPS_REASONING.removesuffix(ASK).replace("'<think>\\n\\n</think>\\n\\n'", reasoning)
+    tokenizer = make_tokenizer(
+        template + ASK.replace("assistant\\n", "assistant\\n<think>\\n\\n</think>\\n\\n")
+    )
+    encoded = encode_chat([*CHAT[:-1], {**CHAT[-1], "reasoning_content": "hm"}], tokenizer)
+    assert targets(encoded, tokenizer)[-1] == "hm\n</think>\n\nBye.<|im_end|>"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
