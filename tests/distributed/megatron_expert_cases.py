@@ -85,10 +85,11 @@ def aborted(on: Megatron, work: Work) -> list[float]:
     return [first.loss, second.loss]
 
 
-def routed(on: Megatron, family: str, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def routed(on: Megatron, family: str, padding: int, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Route 24 tokens, the last ``padding`` of them padding, with our first router and with Megatron's.
 
-    Return weights and choices of ours, then those of Megatron.
+    Return weights and choices of ours, then those of Megatron, or by position those of the first ``room``
+    tokens of every expert.
     """
     from megatron.core.transformer.moe.moe_utils import (
         apply_router_token_dropping,
@@ -108,13 +109,12 @@ def routed(on: Megatron, family: str, padding: int) -> tuple[Tensor, Tensor, Ten
     top_k = router.experts.top_k
     logits = router.gating(hidden.flatten(0, 1))
     theirs, chosen = topk_routing_with_score_function(logits, top_k, use_pre_softmax=False)
-    expected = apply_router_token_dropping(
-        theirs * (ids >= 0)[:, None],
-        chosen & (ids >= 0)[:, None],
-        top_k,
-        on.capacity_factor or 0.0,
-        on.moe_token_drop_policy,
-        on.moe_pad_to_capacity,
-    )
+    theirs, chosen = theirs * (ids >= 0)[:, None], chosen & (ids >= 0)[:, None]
+    if on.moe_token_drop_policy == "position":
+        first = chosen & (chosen.cumsum(0) <= room)
+        expected = theirs * first, first
+    else:
+        factor, pads = on.capacity_factor or 0.0, on.moe_pad_to_capacity
+        expected = apply_router_token_dropping(theirs, chosen, top_k, factor, "probs", pads)
     engine.close()
     return weights.detach(), taken, *(tensor.detach() for tensor in expected)

@@ -151,12 +151,12 @@ def test_shared_experts_are_computed_while_tokens_travel(call: Call) -> None:
 
 @pytest.mark.parametrize("padding", [0, 9])
 @pytest.mark.parametrize(("policy", "pads"), [("probs", False), ("position", False), ("probs", True)])
-def test_capacity_is_megatrons(policy: str, pads: bool, padding: int) -> None:
+def test_experts_over_capacity_keep_the_preferred_tokens(policy: str, pads: bool, padding: int) -> None:
     on = megatron(dp=1, capacity_factor=0.75, moe_token_drop_policy=policy, moe_pad_to_capacity=pads)
-    weights, taken, their_weights, their_taken = cases.routed(on, "qwen3_moe", padding)
+    room = 9  # 24 tokens x 2 choices / 4 experts x capacity factor 0.75
+    weights, taken, their_weights, their_taken = cases.routed(on, "qwen3_moe", padding, room)
     torch.testing.assert_close(weights, their_weights)
     assert torch.equal(taken, their_taken)
-    room = 9  # 24 tokens x 2 choices / 4 experts x capacity factor 0.75
     assert taken.sum(0).max() == room
     if not pads:
         assert not taken[24 - padding :].any()

@@ -115,14 +115,19 @@ class Router(MegatronRouter):
 
     def _drop(self, weights: Tensor, taken: Tensor, tokens: RoutedTokens) -> tuple[Tensor, Tensor]:
         real = (tokens.sequences >= 0)[:, None]
-        return apply_router_token_dropping(
-            weights * real,
-            taken & real,
+        preferred = weights = weights * real
+        taken = taken & real
+        if self.config.moe_token_drop_policy == "position":
+            # Megatron's own policy of this name keeps arbitrary tokens: all of them are equal in its topk.
+            preferred = taken * torch.arange(len(taken), 0, -1, device=taken.device)[:, None]
+        _, kept = apply_router_token_dropping(
+            preferred,
+            taken,
             router_topk=self.experts.top_k,
             capacity_factor=self.config.moe_expert_capacity_factor,
-            drop_policy=self.config.moe_token_drop_policy,
             pad_to_capacity=self.config.moe_pad_expert_input_to_capacity,
         )
+        return weights * kept, kept
 
 
 def choose_experts(logits: Tensor, experts: MoEConfig, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
