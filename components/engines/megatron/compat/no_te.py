@@ -8,6 +8,7 @@ from copy import copy
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 
 from components.engines.megatron.compat.patching import Patch
@@ -38,5 +39,16 @@ PATCHES = (
         symbols=("megatron.core.transformer.multi_latent_attention.HAVE_TE",),
         why="is true without transformer-engine, whose classes are None then, and asks for their instances",
         replace=lambda _: has_transformer_engine(),
+    ),
+    # On a GPU, torch's AdamW is fused too (MegatronOptimizers.build).
+    Patch(
+        symbols=("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER",),
+        why="is false where transformer-engine or Apex is installed, whose Adam only a real GPU can make",
+        replace=lambda _: True,
+    ),
+    Patch(
+        symbols=("megatron.core.optimizer.SGD",),
+        why="is theirs likewise, which a CPU or a rehearsal cannot make",
+        replace=lambda _: torch.optim.SGD,
     ),
 )

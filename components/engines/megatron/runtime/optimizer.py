@@ -132,28 +132,15 @@ class DenseOrExpertOptimizer:
 
     @property
     def inner(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of torch or transformer-engine: one, except with optimizer_cpu_offload."""
+        """The optimizers of torch: one, except with optimizer_cpu_offload."""
         optimizer = self.optimizer.optimizer
         return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
     @property
-    def step(self) -> int:
-        """Number of updates so far. torch's AdamW counts per parameter, other optimizers per group."""
-        if not self.inner:  # with optimizer_cpu_offload, a rank that updates nothing has no optimizer
-            return 0
-        inner = self.inner[0]
-        if isinstance(inner, torch.optim.AdamW):
-            return max((int(state["step"]) for state in inner.state.values()), default=0)
-        return max(int(group.get("step", 0)) for group in inner.param_groups)
-
-    def set_step(self, count: int) -> None:
-        for inner in self.inner:
-            if isinstance(inner, torch.optim.AdamW):
-                for state in inner.state.values():
-                    state["step"].fill_(count)
-            else:
-                for group in inner.param_groups:
-                    group["step"] = count
+    def counts(self) -> list[Tensor]:
+        """The number of updates so far, by AdamW for every parameter; SGD does not count."""
+        states = (state for inner in self.inner for state in inner.state.values())
+        return [state["step"] for state in states if "step" in state]
 
 
 @dataclass(frozen=True)
@@ -275,8 +262,10 @@ class MegatronOptimizers:
     @property
     def step(self) -> int:
         """Number of updates so far."""
-        return max(member.step for member in self.members.values())
+        counts = [count for member in self.members.values() for count in member.counts]
+        return int(torch.stack(counts).max()) if counts else 0
 
     def set_step(self, count: int) -> None:
         for member in self.members.values():
-            member.set_step(count)
+            for kept in member.counts:
+                kept.fill_(count)

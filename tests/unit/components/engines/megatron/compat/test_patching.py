@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import components.engines.megatron.runtime  # noqa: F401  installs the patches
 from components.checkpoint.dcp import save_tensors
-from components.engines.megatron.compat import cpu
+from components.engines.megatron.compat import cpu, no_te
 from components.engines.megatron.compat import warnings as quiet
 from components.engines.megatron.compat.patching import Patch
 from components.engines.megatron.runtime.attention import CoreAttention
@@ -322,9 +323,11 @@ LANGUAGE = f"{CORE}.models.common.language_module.language_module"
 TIED = f"{LANGUAGE}.LanguageModule.setup_embeddings_and_output_layer"
 UNEVEN = f"{CORE}.tensor_parallel.mappings._gather_along_first_dim"
 TWO_RANKS = {P2P, TIED, UNEVEN}
+OPTIMIZERS = {f"{CORE}.optimizer.{name}" for name in ("SGD", "USING_PYTORCH_OPTIMIZER")}
+"""Symbols that are different without the patch only where transformer-engine or Apex is installed."""
 
 
-@pytest.mark.parametrize("symbol", [symbol for symbol in SYMBOLS if symbol not in TWO_RANKS])
+@pytest.mark.parametrize("symbol", [symbol for symbol in SYMBOLS if symbol not in TWO_RANKS | OPTIMIZERS])
 @pytest.mark.usefixtures("alone")
 def test_megatron_works_with_the_patch_and_not_without(symbol: str) -> None:
     probe, message = PROBES[symbol]
@@ -335,7 +338,31 @@ def test_megatron_works_with_the_patch_and_not_without(symbol: str) -> None:
 
 def test_every_symbol_has_a_test() -> None:
     patched = [symbol for patch in (*cpu.PATCHES, *ANY_DEVICE) for symbol in patch.symbols]
-    assert sorted(patched) == sorted(PROBES.keys() | TWO_RANKS)
+    assert sorted(patched) == sorted(PROBES.keys() | TWO_RANKS | OPTIMIZERS)
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.usefixtures("alone")
+def test_updates_need_no_gpu_where_transformer_engine_is_installed(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    def fused(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("No CUDA GPUs are available")
+
+    def make() -> Any:
+        config = OptimizerConfig(optimizer=kind, lr=1e-3)
+        return get_megatron_optimizer(config, [distributed(linear())], use_gloo_process_groups=False)
+
+    for name, theirs in {"Adam": fused, "SGD": fused, "USING_PYTORCH_OPTIMIZER": False}.items():
+        monkeypatch.setattr(f"{CORE}.optimizer.{name}", theirs)
+    with pytest.raises(RuntimeError, match="No CUDA"):
+        make()
+    for patch in no_te.PATCHES:
+        if OPTIMIZERS.issuperset(patch.symbols):
+            replace(patch, originals={}).install()
+    make()
 
 
 def test_stages_agree_on_tied_embeddings(megatron_pair: Ranks) -> None:
