@@ -13,12 +13,12 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from components.engines.megatron.compat.patching import Patch
+from components.engines.shared.torch_private import storage_key
 
 _positions = WeakTensorKeyDictionary()
 """Positions of the tokens of a packed row, int64 ``[L]``, by the tensor of its boundaries."""
 _tables = WeakTensorKeyDictionary()
-"""The frequencies and the factor of the last rotation with these boundaries, and the result of
-``rope_table``."""
+"""The key of the last rotation with these boundaries, its frequencies, and the result of ``rope_table``."""
 
 
 def remember(cu_seqlens: Tensor, positions: Tensor) -> None:
@@ -34,14 +34,17 @@ def remember(cu_seqlens: Tensor, positions: Tensor) -> None:
 def rope_table(cu_seqlens: Tensor, freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return ``mscale`` times the cosines and the sines of a row's rotary angles, ``[L, 1, D]`` in ``dtype``.
 
-    The first half of the sines is negated. Layers that are given the same ``freqs`` share the result.
+    The first half of the sines is negated. Layers that are given the same ``freqs`` share the result, also
+    when they are computed again, with a detached ``freqs``.
     """
     known = _tables.get(cu_seqlens)
-    if known is None or known[0] is not freqs or known[1] != mscale or known[2].dtype != dtype:
+    key = storage_key(freqs), freqs.shape, mscale, dtype
+    if known is None or known[0] != key:
         angles = freqs.index_select(0, _positions[cu_seqlens]).squeeze(1)
         cos, sin = ((of(angles) * mscale).to(dtype) for of in (torch.cos, torch.sin))
         first, second = sin.chunk(2, dim=-1)
-        known = _tables[cu_seqlens] = (freqs, mscale, cos, torch.cat((-first, second), dim=-1))
+        # With ``freqs`` itself, so that no other tensor gets its storage.
+        known = _tables[cu_seqlens] = (key, freqs, cos, torch.cat((-first, second), dim=-1))
     return known[2], known[3]
 
 

@@ -40,7 +40,8 @@ def packed_seq_params(row: CPShard, device: torch.device | None = None) -> Packe
     """
     if row.cu_seqlens is None:
         return None
-    ends = row.cu_seqlens if device is None else to_device(row.cu_seqlens, device)
+    # A tensor of this pass, with which its rotary tables are freed; rows live until all passes have ended.
+    ends = row.cu_seqlens.detach() if device is None else to_device(row.cu_seqlens, device)
     packed_rope.remember(ends, row.position_ids.reshape(-1))
     longest = row.max_seqlen
     if device is None and longest is not None:

@@ -1,5 +1,7 @@
 """The rotary embedding of packed rows, against megatron-core's own."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -7,6 +9,10 @@ import components.engines.megatron.runtime  # noqa: F401  installs the patches
 from components.engines.megatron.compat import packed_rope  # isort: split
 
 from megatron.core.models.common.embeddings import rope_utils
+
+from components.engines.megatron.runtime.attention import packed_seq_params
+from components.engines.megatron.runtime.cp_sharding import shard_batch
+from tests.distributed.cases import LAYOUTS, sequences
 
 
 class OneRank:
@@ -63,3 +69,16 @@ def test_other_frequencies_are_not_those_of_the_call_before() -> None:
         for angle in (0.1, 1.0)
     )
     assert not torch.equal(slow, fast)
+
+
+def test_layers_that_are_computed_again_share_the_table_until_their_pass_ends() -> None:
+    row = shard_batch(LAYOUTS["packed"](sequences()), cp=1, rank=0, multiple=1)
+    packed, freqs = packed_seq_params(row), torch.randn(64, 1, 1, 6)
+    assert packed is not None
+    first, again = (
+        weakref.ref(packed_rope.rope_table(packed.cu_seqlens_q, of, 1.0, torch.float32)[0])
+        for of in (freqs, freqs.detach())
+    )
+    assert first() is again() is not None
+    del packed
+    assert first() is None
