@@ -57,6 +57,7 @@ OURS = {theirs: f"parallelism.{ours}" for ours, theirs in (RENAMED | RENAMED_OF_
     "cpu_offloading": "parallelism.activation_offloading",
     "fine_grained_activation_offloading": "parallelism.activation_offloading",
     "moe_layer_recompute": "parallelism.recompute_modules",
+    "mtp_loss_scaling_factor": "model.mtp.loss_coef",
 }
 """Field of Megatron's configuration -> the key of this program's configuration that determines it."""
 REFUSED = {
@@ -73,6 +74,7 @@ REFUSED = {
         ("cpu_offloading_", "offload_modules"),
         "Megatron's own offloading is not used; see parallelism.activation_offloading",
     ),
+    "cross_entropy_": "this engine computes the probabilities of labels itself",
     "fp4": "run.dtype has no fp4",
     "fp8_param": "weights are kept in bf16, from which those in float8 are made",
     "layernorm_zero_centered_gamma": "the model's norms are not centred",
@@ -84,7 +86,12 @@ REFUSED = {
         ("moe_router_", "moe_input_jitter_eps", "moe_enable_routing_replay"),
         "it belongs to Megatron's own router, which this engine replaces; see model.moe",
     ),
+    **dict.fromkeys(
+        ("rotary_base", "rotary_percent", "original_max_position_", "beta_fast", "beta_slow", "mscale"),
+        "the rotary embedding is that of the model",
+    ),
     "overlap_moe_expert_parallel_comm": "the forward step of this engine makes no schedule plan for it",
+    "perform_initialization": "if false, split weights get no mark, and the gradient norm lacks most of them",
     "tp_comm_": "this engine does not create the buffers that transformer-engine needs for it",
     "use_te_rng_tracker": "only Megatron's training script reads it",
     "variable_seq_lengths": "pipeline stages exchange rows of one length here",
@@ -119,8 +126,6 @@ def transformer_config(hf: PreTrainedConfig, layout: Layout, options: EngineOpti
         fp16=dtype == torch.float16,
         calculate_per_token_loss=True,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
-        # perform_initialization=False would leave parameters without the mark that tp splits them, and most
-        # of them would be missing from the gradient norm.
         init_method=leave_empty,
         output_layer_init_method=leave_empty,
         bias_activation_fusion=layout.fuses_activation(options.device),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_mscale
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components.contracts.device import DeviceKind
@@ -132,12 +132,21 @@ def test_the_rotary_embedding_is_fused_with_transformer_engine(
         ({"tp_comm_overlap": True}, "does not create the buffers"),
         ({"use_te_rng_tracker": True}, "only Megatron's training script"),
         ({"variable_seq_lengths": True}, "rows of one length"),
+        ({"perform_initialization": False}, "the gradient norm lacks"),
+        ({"mtp_loss_scaling_factor": 0.3}, r"; use model\.mtp\.loss_coef\.$"),
+        ({"cross_entropy_loss_fusion": True}, "the probabilities of labels itself"),
+        ({"cross_entropy_fusion_impl": "te"}, "the probabilities of labels itself"),
+        ({"rotary_base": 5e5}, "embedding is that of the model"),
+        ({"original_max_position_embeddings": 64}, "embedding is that of the model"),
+        ({"beta_fast": 16.0}, "embedding is that of the model"),
+        ({"mscale": 0.7}, "embedding is that of the model"),
     ],
 )
 def test_a_field_that_may_not_be_set_is_refused(given: dict[str, Any], message: str) -> None:
     options, layout = EngineOptions(torch.float32, "cpu"), megatron(pp=2, transformer_config=given)
+    family = "deepseek" if given.keys() & MLATransformerConfig.__annotations__ else "llama"
     with pytest.raises(ConfigError, match=message) as refused:
-        transformer_config(spec("llama").config(), layout, options)
+        transformer_config(spec(family).config(), layout, options)
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -163,6 +172,6 @@ def test_fields_of_fp8_are_for_runs_in_fp8() -> None:
 
 def test_every_refused_beginning_is_that_of_a_field() -> None:
     """A later Megatron may rename a field."""
-    names = [each.name for each in fields(TransformerConfig)]
+    names = [each.name for each in fields(MLATransformerConfig)]
     beginnings = (*module.REFUSED, *module.READ_IN_FLOAT8, *module.OURS)
     assert [word for word in beginnings if not any(name.startswith(word) for name in names)] == []
