@@ -333,6 +333,11 @@ def check_lora(layout: Layout, adapter: LoRA, model: PreTrainedModel) -> None:
             "adapter.modules_to_save: the Megatron engine trains only the adapter; leave it out, or use "
             "parallelism=fsdp2."
         )
+    if layout.gradient_accumulation_fusion:
+        raise ConfigError(
+            "parallelism.gradient_accumulation_fusion: is true, but with an adapter Megatron computes no "
+            "gradient of its own weights; leave it out, or use adapter=none."
+        )
     if layout.moe_grouped_gemm and adapter.expert_targets(model):
         raise ConfigError(
             "parallelism.moe_grouped_gemm: is true, but adapter.target_modules has experts, whose adapters "

@@ -391,6 +391,9 @@ def test_what_an_adapter_cannot_have() -> None:
         check(adapter=LoRA(**settings, dora=True))
     with pytest.raises(ConfigError, match=r"adapter\.modules_to_save: .*parallelism=fsdp2"):
         check(adapter=LoRA(**settings, modules_to_save=("norm",)))
+    check(adapter=LoRA(**settings), gradient_accumulation_fusion=False)
+    with pytest.raises(ConfigError, match=r"parallelism\.gradient_accumulation_fusion: .*adapter=none"):
+        check(adapter=LoRA(**settings), gradient_accumulation_fusion=True)
 
 
 @pytest.mark.parametrize(
