@@ -318,6 +318,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["run.kernels=liger", "parallelism=tp2"],
         ["run.kernels", "parallelism.transformer_impl"],
     ),
+    "plain kernels on Megatron": (
+        ["run.kernels=torch", "parallelism=tp2"],
+        ["run.kernels: is torch", "parallelism.transformer_impl=local"],
+    ),
     "profile of no step": (
         ["profiler.enabled=true", "profiler.steps=[4,3]"],
         ["profiler.steps", "use [3, 4]"],

@@ -59,10 +59,10 @@ class Megatron(Layout):
                 "run.compile: Megatron does not compile its blocks; use parallelism=fsdp2 or "
                 "parallelism=single, or run.compile=false."
             )
-        if options.kernels == "liger":
+        if options.kernels != "auto":
             raise ConfigError(
-                "run.kernels: liger's kernels are only for FSDP2, and parallelism.transformer_impl selects "
-                "those of Megatron; use run.kernels=auto."
+                f"run.kernels: is {options.kernels}, but selects kernels on FSDP2 only; use auto, "
+                "and parallelism.transformer_impl=local for layers without transformer-engine."
             )
         check_run(self, model, optimizer, options, world_size=world_size)
         if options.float8:
