@@ -68,7 +68,8 @@ class Layout:
     """Megatron's name of the recipe by which ``run.dtype=fp8`` rounds: with one scale per matrix, or with
     scales of blocks of it."""
     bias_activation_fusion: bool | None = None
-    """Whether SwiGLU is one function that saves only its input, compiled on a GPU. None means yes on GPUs."""
+    """Whether SwiGLU is one function that saves only its input. None means yes on GPUs, where it is compiled
+    if Triton and a C compiler are installed."""
     gradient_accumulation_fusion: bool | None = None
     """Whether the gradient of a weight is added to the main gradient, in fp32, by its matrix product. None
     means yes on GPUs, except with transformer-engine or ``activation_offloading``."""

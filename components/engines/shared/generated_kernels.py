@@ -18,14 +18,14 @@ def is_available(tensor: Tensor) -> bool:
 
     They need Triton and a GPU of compute capability 7.0 or above, in bf16 8.0.
     """
-    if not (tensor.is_cuda and _can_compile()):
+    if not (tensor.is_cuda and can_compile()):
         return False
     least = (8, 0) if tensor.dtype == torch.bfloat16 else (7, 0)
     return torch.cuda.get_device_capability(tensor.device) >= least
 
 
 @cache
-def _can_compile() -> bool:
+def can_compile() -> bool:
     """Return whether Triton is installed, with the C compiler and the headers of Python that it needs."""
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     headers = Path(sysconfig.get_paths()["include"], "Python.h")

@@ -16,28 +16,33 @@ from torch import Tensor
 from components.engines.megatron.compat import cpu_moe, warnings
 from components.engines.megatron.compat.patching import Patch, during
 from components.engines.megatron.compat.patching import install as install_patches
+from components.engines.shared import generated_kernels
 
 CPU = torch.device("cpu")
 
 
 @cache
 def install() -> None:
-    """Install the patches once per process, before megatron is used; with CUDA, only filter warnings.
+    """Install the patches once per process, before megatron is used.
+
+    With CUDA, only warnings are filtered, and functions are left uncompiled if they cannot be compiled.
 
     Raises:
         AttributeError: if this release of megatron-core lacks a patched symbol; the message names it.
     """
     warnings.install()
-    if not torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available()
+    if not (on_gpu and generated_kernels.can_compile()):
         import_uncompiled()
+    if not on_gpu:
         install_patches(PATCHES)
 
 
 def import_uncompiled() -> None:
     """Import megatron.core with its small functions left uncompiled.
 
-    Its modules pass some forty functions to torch.compile, which takes seconds in every process and needs a
-    C++ compiler when one of them runs. ``megatron.core.jit`` keeps a reference to the replacement for modules
+    Its modules pass some forty functions to torch.compile, which takes seconds in every process and needs
+    compilers when one of them runs. ``megatron.core.jit`` keeps a reference to the replacement for modules
     that are imported later; for all other code torch.compile is unchanged.
     """
     during(torch, "compile", leave_eager)(import_module)("megatron.core.jit")

@@ -27,6 +27,6 @@ def test_what_generated_kernels_need(
         tensor = torch.empty(4, device=device, dtype=dtype)
     with (
         mock.patch("torch.cuda.get_device_capability", return_value=capability),
-        mock.patch.object(generated_kernels, "_can_compile", return_value=compiles),
+        mock.patch.object(generated_kernels, "can_compile", return_value=compiles),
     ):
         assert generated_kernels.is_available(tensor) is expected

@@ -408,6 +408,22 @@ def test_installing_again_changes_nothing() -> None:
     assert torch.cuda.current_device is before
 
 
+@pytest.mark.parametrize(
+    ("gpu", "compiles", "expected"),
+    [(True, True, []), (True, False, ["uncompiled"]), (False, True, ["uncompiled", "patched"])],
+)
+def test_a_gpu_without_a_compiler_compiles_nothing(
+    gpu: bool, compiles: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr("components.engines.shared.generated_kernels.can_compile", lambda: compiles)
+    monkeypatch.setattr(cpu, "import_uncompiled", lambda: done.append("uncompiled"))
+    monkeypatch.setattr(cpu, "install_patches", lambda _: done.append("patched"))
+    cpu.install.__wrapped__()
+    assert done == expected
+
+
 def test_every_replacement_is_an_object_of_its_own() -> None:
     replacements = [patch.replace(lambda: None) for patch in cpu.PATCHES for _ in range(2)]
     assert len(set(map(id, replacements))) == len(replacements)
