@@ -1,5 +1,6 @@
 """The MoE layers of a model, and the checks of a layout against them, without importing megatron."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -146,6 +147,6 @@ def check_routing(layout: Layout, hf: PreTrainedConfig, experts: MoEConfig) -> N
     if layout.moe_pad_to_capacity and factor is not None and factor > most:
         raise ConfigError(
             f"parallelism.capacity_factor: with {factor:g} an expert has room for more tokens "
-            f"than there are, which moe_pad_to_capacity cannot fill; use at most {most:g}, or "
-            "parallelism.moe_pad_to_capacity=false."
+            "than there are, which moe_pad_to_capacity cannot fill; use at most "
+            f"{math.floor(most * 100) / 100:g}, or parallelism.moe_pad_to_capacity=false."
         )

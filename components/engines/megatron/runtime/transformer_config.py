@@ -233,6 +233,8 @@ def moe_arguments(hf: PreTrainedConfig, layout: Layout) -> Json:
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": True,  # unused, but Megatron refuses top-1 routing without it
         **{theirs: getattr(layout, ours) for ours, theirs in RENAMED_OF_EXPERTS.items()},
+        # Megatron rounds the capacity up, after products whose error could make it exceed all tokens.
+        "moe_expert_capacity_factor": layout.capacity_factor and layout.capacity_factor * (1 - 2**-48),
     }
 
 

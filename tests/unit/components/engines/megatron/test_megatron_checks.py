@@ -540,7 +540,12 @@ EXPERTS: list[tuple[dict[str, Any], list[str]]] = [
     (QWEN_MOE | {"shared_expert_overlap": True}, ["parallelism.shared_expert_overlap", "no shared"]),
     (
         QWEN_MOE | {"capacity_factor": 3.5, "moe_pad_to_capacity": True},
-        ["parallelism.capacity_factor", "at most 3"],
+        ["parallelism.capacity_factor", "at most 3,"],
+    ),
+    (
+        {"shape": {**QWEN_MOE["shape"], "num_experts": 8, "num_experts_per_tok": 3}}
+        | {"capacity_factor": 2.6667, "moe_pad_to_capacity": True},
+        ["parallelism.capacity_factor", "at most 2.66,"],
     ),
     (
         QWEN_MOE | {"adapter": LORA, "etp": 2, "ranks": 2},

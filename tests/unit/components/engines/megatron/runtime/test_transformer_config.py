@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_mscale
 from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.moe.moe_utils import get_capacity
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components.contracts.device import DeviceKind
@@ -155,6 +156,16 @@ def test_all_layers_or_the_first_ones_are_recomputed(first: int | None, expected
     layout = megatron(activation_checkpointing="full", recompute_num_layers=first)
     config = transformer_config(spec("llama").config(), layout, EngineOptions(torch.float32, "cpu"))
     assert (config.recompute_method, config.recompute_num_layers) == expected
+
+
+@pytest.mark.parametrize(("number", "top_k"), [(60, 4), (160, 6), (4, 2)])
+def test_an_expert_with_room_for_all_tokens_has_no_more_room(number: int, top_k: int) -> None:
+    hf = spec("qwen3_moe").config()
+    hf.num_local_experts, hf.num_experts_per_tok = number, top_k
+    layout = megatron(capacity_factor=number / top_k, moe_pad_to_capacity=True)
+    config = transformer_config(hf, layout, EngineOptions(torch.float32, "cpu"))
+    for tokens in range(1, 200):
+        assert get_capacity(tokens * top_k, number, config.moe_expert_capacity_factor) == tokens
 
 
 def test_further_fields_reach_megatron() -> None:
