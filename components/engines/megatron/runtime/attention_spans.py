@@ -26,7 +26,8 @@ class AttentionSpans:
     """Cumulative lengths for the kernel, int32 ``[spans + 1]`` on the device."""
     cu_keys: Tensor
     order: Tensor
-    """Indices of the keys in the row in rank order, int64 ``[sum(keys)]`` on the device."""
+    """Indices of the keys in the row in rank order, int64 ``[sum(keys)]`` on the device. It is empty if one
+    rank holds the whole row."""
 
 
 # Cached because all layers of a micro-batch and their recomputation use the same spans; a pipeline has
@@ -39,11 +40,8 @@ def full_spans(ends: tuple[int, ...], cp: int, device: torch.device) -> Attentio
     """
     boundaries = torch.tensor(ends)
     spans = boundaries.diff().tolist()
-    whole = cp == 1  # then no copy is needed
-    order = (
-        torch.arange(ends[-1], device=device) if whole else to_device(zigzag_order(boundaries, cp), device)
-    )
-    return make_spans(spans, spans, order)
+    order = zigzag_order(boundaries, cp) if cp > 1 else boundaries[:0]
+    return make_spans(spans, spans, to_device(order, device))
 
 
 @lru_cache(maxsize=64)
