@@ -262,8 +262,7 @@ class MegatronOptimizers:
     @property
     def step(self) -> int:
         """Number of updates so far."""
-        counts = [count for member in self.members.values() for count in member.counts]
-        return int(torch.stack(counts).max()) if counts else 0
+        return max((int(count) for member in self.members.values() for count in member.counts), default=0)
 
     def set_step(self, count: int) -> None:
         for member in self.members.values():
