@@ -4,6 +4,7 @@ The quick part is everything without the marker ``slow``. See "Tests" in CONTRIB
 """
 
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -39,6 +40,7 @@ FROZEN = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     forkserver.leave_files_unsynced()
+    logging.disable(logging.DEBUG)  # of libraries: torch logs four lines for every tensor of a checkpoint
     if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers use the folder of the controller
         folder = config.stash[SESSION] = Path(tempfile.mkdtemp(prefix="runner-tests-"))
         os.environ[budget.FOLDER] = str(folder)

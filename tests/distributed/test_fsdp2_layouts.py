@@ -125,7 +125,7 @@ def test_an_adapter_is_trained_as_by_plain_peft(
         adapter_cases.assert_equal(found, expected)
 
 
-@EVERY
+@pytest.mark.parametrize("name", ["copies", "offload", "every"])  # test_parity has the others
 def test_the_curve_is_that_of_one_rank(pools: Pools, name: str) -> None:
     single = torch.tensor(curve_of_one(torch.float32))
     for other in pools.run(cases.curve, LAYOUTS[name], torch.float32):
@@ -166,6 +166,7 @@ def test_bf16_follows_fp32(pools: Pools, name: str) -> None:
     single = torch.tensor(curve_of_one(torch.float32))
     for other in pools.run(cases.curve, LAYOUTS[name], torch.bfloat16):
         assert torch.tensor(other) == pytest.approx(single, rel=3e-2)
+        assert not torch.equal(torch.tensor(other), single)
 
 
 @EVERY

@@ -19,9 +19,9 @@ def references() -> dict[tuple[str, str], Step]:
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize(("dp", "micro_batch"), CUTS)
 @pytest.mark.parametrize(
-    ("family", "normalize"), [("qwen3", "token"), ("qwen3", "sequence"), ("llama", "token")]
+    ("family", "normalize", "dp", "micro_batch"),
+    [*(("qwen3", how, *cut) for how in ("token", "sequence") for cut in CUTS), ("llama", "token", 2, 2)],
 )
 def test_loss_and_gradients_equal_plain_transformers(
     ranks: dict[int, Ranks],

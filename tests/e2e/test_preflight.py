@@ -130,9 +130,11 @@ def test_a_plan_keeps_micro_batches_on_which_the_loss_depends(tmp_path: Path) ->
 
 
 def test_a_plan_on_what_is_here(tmp_path: Path) -> None:
-    assert call_here(*SMALL, "preflight.mode=plan", "preflight.devices=4", f"run.output_dir={tmp_path}") == 0
-    engines = {row["overrides"].split()[0] for row in forecast(tmp_path)["plan"]}
-    assert engines <= {"parallelism=fsdp2", "parallelism=megatron"}
+    here = (*SMALL, f"run.output_dir={tmp_path}")
+    assert call_here(*here, "preflight.mode=plan", "preflight.devices=4") == 0
+    for row in forecast(tmp_path)["plan"]:
+        assert call_here(*here, *shlex.split(row["overrides"]), "preflight.mode=only") == 0
+        assert forecast(tmp_path)["layout"]["ranks"] == 4
 
 
 def test_a_sweep_of_forecasts(tmp_path: Path) -> None:

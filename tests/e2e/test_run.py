@@ -105,7 +105,7 @@ def test_the_export_is_the_trained_model(run: Path) -> None:
     assert 1_000 < sum(p.numel() for p in model.parameters()) < 1_000_000
 
 
-def test_two_runs_in_one_process_are_as_if_alone(run: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_a_process_is_as_the_first(run: Path, tmp_path: Path) -> None:
     again = run_here(tmp_path, *SMALL, "run.eval_every=2", "checkpoint.save_every=2")
     assert curve(again) == curve(run)
 
@@ -183,9 +183,11 @@ def test_epochs(tmp_path: Path) -> None:
 
 
 def test_max_steps_wins_over_epochs_and_zeros_are_reported_where_asked(tmp_path: Path) -> None:
-    run = run_here(tmp_path, *SMALL, "run.epochs=1", "run.log_num_zeros=true")
+    untied = "model.architecture.tie_word_embeddings=false"
+    run = run_here(tmp_path, *SMALL, untied, "run.epochs=1", "run.log_num_zeros=true")
     assert [row["step"] for row in rows(run, "train/loss")] == [1, 2, 3, 4]
-    assert all(row["train/num_zeros_in_grad"] >= 0 for row in rows(run, "train/loss"))
+    # Embeddings of tokens that do not occur have zero gradients.
+    assert all(row["train/num_zeros_in_grad"] > 0 for row in rows(run, "train/loss"))
 
 
 def test_skipped_steps_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,4 +146,5 @@ def test_what_cannot_be_done_twice_alike_is_refused_where_asked(
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_what_is_trained_with_can_be_done_twice_alike(tmp_path: Path, stage: str) -> None:
-    run_here(tmp_path, *SIX, "run.max_steps=2", f"stage={stage}", "run.deterministic=true")
+    words = (*SIX, "run.max_steps=2", f"stage={stage}", "run.deterministic=true")
+    assert curve(run_here(tmp_path / "a", *words)) == curve(run_here(tmp_path / "b", *words))

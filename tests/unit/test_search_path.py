@@ -88,10 +88,10 @@ def test_a_process_of_the_program_finds_its_own_packages(folder: Path) -> None:
 
 
 def test_every_process_is_started_so() -> None:
-    """The sources contain no command that runs a module except `python_module` and submitit's."""
+    """The sources contain no command that runs a module except `python_module` and that of sbatch."""
     for path in [*(ROOT / "runner").rglob("*.py"), *(ROOT / "hydra_plugins").rglob("*.py")]:
-        if path.name not in {"search_path.py", "allocation.py"}:
-            assert not re.search(r'sys\.executable, .*"-m"', path.read_text()), path
+        if path.name not in {"search_path.py", "sbatch.py"}:
+            assert not re.search(r'(sys\.executable|PYTHON)[^\]]*"-m"', path.read_text()), path
 
 
 def test_a_package_called_as_ours_does_not_win(folder: Path) -> None:

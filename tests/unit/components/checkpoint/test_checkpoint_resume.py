@@ -217,7 +217,7 @@ def test_data_seed_and_batch_size_can_be_forced(
     if key not in FORCED:
         with pytest.raises(ConfigError) as caught:
             resume(run, other, force=True)
-        assert "resume_force" not in str(caught.value)
+        assert "allow_mismatch" not in str(caught.value)
         return
     with pytest.raises(ConfigError, match=r"checkpoint\.allow_mismatch=true"):
         resume(run, other)

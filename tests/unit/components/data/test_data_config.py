@@ -326,6 +326,7 @@ def test_no_evaluation(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:
         (None, 4.1, True, 41),
         (25, None, False, 25),
         (3, 7, False, 3),
+        (30, 2, False, 30),
         (22, None, False, 22),
         (22, None, True, 22),
         (10**9, None, False, 10**9),

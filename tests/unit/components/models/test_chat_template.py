@@ -11,7 +11,7 @@ from components.data.records.samples import ChatSample
 from components.data.tokenize.chat import encode_sample
 from components.data.tokenizer import PATH
 from components.models import ModelSpec
-from components.models.chat_template import FOLDER, with_chat_template
+from components.models.chat_template import with_chat_template
 
 CHAT = [
     {"role": "system", "content": "Be kind."},
@@ -58,11 +58,6 @@ def test_templates_by_name(name: str, text: str, stop: str) -> None:
     trained = [token for token, on in zip(encoded.input_ids, encoded.mask, strict=True) if on]
     assert words.decode(trained) == f"Hello.{stop}See you.{stop}"
     assert encoded.stop_trained
-
-
-def test_every_file_has_a_name() -> None:
-    for path in FOLDER.glob("*.jinja"):
-        with_chat_template(tokenizer(), path.stem)
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -321,5 +321,5 @@ def test_the_share_that_was_read(tmp_path: Path, kind: str) -> None:
     records = read_records(str(path))
     shares = [records.reading.fraction() for _ in records]
     assert shares == sorted(shares)
-    assert shares[2000] == pytest.approx(0.5, abs=0.2)
-    assert records.reading.fraction() == pytest.approx(1.0, abs=0.3)
+    assert shares[2000] == pytest.approx(0.5, abs=0.02)
+    assert records.reading.fraction() == pytest.approx(1.0)

@@ -240,6 +240,8 @@ def test_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, kind: str) ->
         for step in range(3):
             assert loader.stats(step).num_samples > 0
             assert loader.stats(step).num_samples == len(loader.sample_ids(step))
+            for batch in loader.microbatches(step):
+                assert (batch.prefix_lengths is not None) == (kind == "preference")
 
 
 # ---- the end of a stream
