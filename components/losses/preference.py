@@ -23,6 +23,7 @@ from components.losses.preference_formulas import (
     OF_THE_DIFFERENCE,
     PAIR_LOSSES,
     PER_TOKEN,
+    SMOOTHED_BY_DESIGN,
     alpha_divergence,
     loss_options,
 )
@@ -186,7 +187,9 @@ class DPO(ReferencedLoss):
         if kind in PER_TOKEN:
             pairs = pairs.per_token()
         loss = PAIR_LOSSES[kind]
-        known = {"label_smoothing": self.label_smoothing, "discopop_tau": self.discopop_tau or 0.05}
+        is_smoothed = kind in SMOOTHED_BY_DESIGN or SMOOTHED_BY_DESIGN.isdisjoint(self.losses)
+        smoothing = self.label_smoothing if is_smoothed else 0.0
+        known = {"label_smoothing": smoothing, "discopop_tau": self.discopop_tau or 0.05}
         options = {name: known[name] for name in loss_options(loss)}
         return loss(pairs.chosen, pairs.rejected, beta=self.beta, **options)
 

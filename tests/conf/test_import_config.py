@@ -493,6 +493,8 @@ def test_a_command_line_of_accelerate(imported: Run) -> None:
     [
         ("sft", "", {"optimizer.lr": 2e-5, "stage.kind": "chat"}),
         ("dpo", "loss_type: hinge", {"optimizer.lr": 1e-6, "stage.loss": "hinge"}),
+        ("dpo", "label_smoothing: 0.1", {"stage.loss": "sigmoid", "stage.label_smoothing": 0.0}),
+        ("dpo", "label_smoothing: 0.1\nloss_type: robust", {"stage.label_smoothing": 0.1}),
         (
             "dpo",
             "loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\nuse_weighting: false",

@@ -70,6 +70,10 @@ def choose_loss(work: Translation) -> None:
             work.needless["loss_type"] = "it is the loss of stage=sft"
         elif kind is not None:
             work.lacks("loss_type", "stage=sft has the negative log-likelihood only")
+    losses = as_list(work.left.get("loss_type", "sigmoid"))
+    if work.tool == "trl" and stage == "dpo" and not {"robust", "exo_pair"} & {*losses}:
+        why = "TRL reads it in robust and exo_pair only; give stage.label_smoothing for conservative DPO"
+        work.skip("label_smoothing", why)
     share = work.take("pref_ftx")
     if share and stage in ("dpo", "cpo", "simpo"):
         work.words["stage.rpo_alpha" if stage == "dpo" else "stage.cpo_alpha"] = share

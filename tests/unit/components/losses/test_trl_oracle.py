@@ -144,6 +144,11 @@ COMBINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss": ("ipo", "robust"), "label_smoothing": 0.2},
         {"loss_types": ["ipo", "robust"], "loss_weights": [1.0, 1.0], "label_smoothing": 0.2},
     ),
+    "sigmoid with a smoothed loss": (
+        {"loss": ("sigmoid", "sigmoid_norm", "exo_pair"), "label_smoothing": 0.2},
+        {"loss_types": ["sigmoid", "sigmoid_norm", "exo_pair"], "loss_weights": [1.0] * 3}
+        | {"label_smoothing": 0.2},
+    ),
     "wpo": ({"wpo": True}, {"use_weighting": True}),
     "wpo of a list": (
         {"wpo": True, "loss": ("bco_pair", "ipo"), "loss_weights": (0.3, 0.5)},
