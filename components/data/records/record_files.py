@@ -65,8 +65,8 @@ class Reading:
         content: Any = (
             file if codec is None else pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), codec)
         )
-        # Some editors begin a file with a byte order mark.
-        return io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
+        # Some editors begin a file with a byte order mark. ``_not_utf8`` finds the bytes that are escaped.
+        return io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
     def at_row(self, row: int, num_rows: int) -> None:
         """Set the progress in the current file to ``row`` of ``num_rows`` rows."""
@@ -231,10 +231,13 @@ def _read_json(path: Path, reading: Reading) -> Iterator[Item]:
     """Read a list of objects, or else one object per line, which many ``.json`` files contain."""
     with reading.open(path) as file:
         text = file.read()
+    begins_an_object = text.lstrip().startswith("{")
+    if not begins_an_object and (fault := _not_utf8(text, path, 1)):
+        raise fault
     try:
         records = parse_json(text) if text.strip() else []
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("{"):
+        if begins_an_object:
             yield from _read_jsonl(path, reading)
             return
         raise _malformed(f"{path}:{error.lineno}", error) from error
@@ -254,12 +257,26 @@ def _read_jsonl(path: Path, reading: Reading) -> Iterator[Item]:
     with reading.open(path) as file:
         for number, line in enumerate(file, start=1):
             origin = f"{path}:{number}"
-            if line.strip():
+            if fault := _not_utf8(line, path, number):
+                yield Unreadable(fault), origin
+            elif line.strip():
                 try:
                     record = _object(parse_json(line.rstrip("\r\n")), origin)
                 except json.JSONDecodeError as error:
                     record = Unreadable(_malformed(origin, error))
                 yield record, origin
+
+
+def _not_utf8(text: str, path: Path, line: int) -> RecordError | None:
+    """Return an error that names the first byte of ``text``, which begins at ``line``, that is not UTF-8."""
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        line += text.count("\n", 0, error.start)
+        byte = text[error.start].encode(errors="surrogateescape").hex()
+        return RecordError(f"{path}:{line}: is not UTF-8 (byte 0x{byte}). Convert it to UTF-8.")
+    return None
 
 
 def _malformed(origin: str, error: json.JSONDecodeError) -> RecordError:
@@ -281,26 +298,45 @@ def _kind(value: object) -> str:
 
 def _read_csv(path: Path, reading: Reading) -> Iterator[Item]:
     """Read a csv file, whose first row names the fields; a record's origin is the line on which it begins."""
+    rows = _csv_rows(path, reading)
+    names, _ = next(rows, ([], ""))
+    if isinstance(names, Unreadable):
+        raise names.error
+    if any(len(name) > _MAX_NAME or "\n" in name for name in names) or len(set(names)) < len(names):
+        raise ConfigError(f"{path}:1: is not a header with distinct field names. Begin the csv with one.")
+    for row, origin in rows:
+        if isinstance(row, Unreadable):
+            yield row, origin
+        elif row and len(row) != len(names):
+            what = f"{origin}: has {len(row)} cells under {len(names)} names. Correct this row."
+            yield Unreadable(RecordError(what)), origin
+        elif row:
+            yield dict(zip(names, row, strict=True)), origin
+
+
+def _csv_rows(path: Path, reading: Reading) -> Iterator[tuple[list[str] | Unreadable, str]]:
+    """Yield the rows of a csv file with their origins.
+
+    Raises:
+        ConfigError: if a quote is not closed, so that it takes in the rest of the file.
+    """
     csv.field_size_limit(2**31 - 1)  # a document may well be longer than the default of 128 KiB
-    line = 1
     with reading.open(path) as file:
         rows = csv.reader(file, strict=True)
-        try:
-            names = next(rows, [])
-            if any(len(name) > _MAX_NAME or "\n" in name for name in names) or len(set(names)) < len(names):
-                raise ConfigError(
-                    f"{path}:1: is not a header with distinct field names. Begin the csv with one."
-                )
+        while True:
             line = rows.line_num + 1
-            for row in rows:
-                origin, line = f"{path}:{line}", rows.line_num + 1
-                if row and len(row) != len(names):
-                    what = f"{origin}: has {len(row)} cells under {len(names)} names. Correct this row."
-                    yield Unreadable(RecordError(what)), origin
-                elif row:
-                    yield dict(zip(names, row, strict=True)), origin
-        except csv.Error as error:
-            raise ConfigError(f"{path}:{line}: malformed csv ({error}). Correct this row.") from error
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                fault = RecordError(f"{path}:{line}: malformed csv ({error}). Correct this row.")
+                if str(error) == "unexpected end of data":
+                    raise fault from error
+                yield Unreadable(fault), f"{path}:{line}"
+            else:
+                not_utf8 = _not_utf8(" ".join(row), path, line)
+                yield (Unreadable(not_utf8) if not_utf8 else row), f"{path}:{line}"
 
 
 def _read_parquet(path: Path, reading: Reading) -> Iterator[Item]:
@@ -320,7 +356,9 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[Item]:
 def _read_txt(path: Path, reading: Reading) -> Iterator[Item]:
     with reading.open(path) as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
+            if fault := _not_utf8(line, path, number):
+                yield Unreadable(fault), f"{path}:{number}"
+            elif line.strip():
                 yield {"text": line.rstrip("\r\n")}, f"{path}:{number}"
 
 

@@ -193,7 +193,10 @@ def test_jsonl_is_streamed(tmp_path: Path) -> None:
         ("a.csv", b'text\n"open', "a.csv:2: malformed csv"),
         ("a.parquet", b"PAR1 no parquet", "a.parquet: is not a readable parquet file"),
         ("a.parquet", b"", "a.parquet: is not a readable parquet file"),
-        ("a.txt", b"caf\xe9", "a.txt: is not UTF-8"),
+        ("a.txt", b"tea\ncaf\xe9", "a.txt:2: is not UTF-8 (byte 0xe9)"),
+        ("a.json", b'["tea",\n"caf\xe9"]', "a.json:2: is not UTF-8"),
+        ("a.csv", b"text\ncaf\xe9\n", "a.csv:2: is not UTF-8"),
+        ("a.csv", b"caf\xe9\ntea\n", "a.csv:1: is not UTF-8"),
         ("a.xlsx", b"x", "cannot read a file with '.xlsx'"),
         ("data", b"x", "cannot read a file with 'no extension'"),
     ],
@@ -206,6 +209,35 @@ def test_bad_file(tmp_path: Path, name: str, content: bytes, message: str) -> No
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "b"}\n'),
+        ("a.json", b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "b"}\n'),
+        ("a.json", b'{"text": "a"}\n{"text" "x"}\n{"text": "b"}\n'),
+        ("a.json", b'{"text": "a"\n{"text": "b"}\n{"text": "c"}\n'),
+        ("a.csv", b"text\na\n\xe9\nb\n"),
+        ("a.csv", b'text\na\n"x"y\nb\n'),
+        ("a.txt", b"a\n\xe9\nb\n"),
+    ],
+)
+def test_records_around_an_unreadable_line_are_read(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    found = list(read_records(str(path)))
+    assert len(found) == 3
+    [(unread, origin)] = [item for item in found if isinstance(item[0], Unreadable)]
+    assert isinstance(unread, Unreadable)
+    assert str(unread.error).startswith(f"{origin}: ")
+
+
+def test_a_quote_that_takes_in_the_rest_of_a_csv_is_no_single_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text\na\n"open\nb\n')
+    with pytest.raises(ConfigError, match=r"a\.csv:3: malformed csv \(unexpected end of data\)"):
+        list(read_records(str(path)))
 
 
 def test_a_pattern_of_folders_reads_each_file_once(tmp_path: Path) -> None:
