@@ -40,14 +40,19 @@ def unnamed(record: Mapping[str, object], options: RecordOptions) -> list[str]:
     of_messages = {ours: theirs for ours, theirs in options.columns.items() if ours in MESSAGE_KEYS}
     of_record = {ours: theirs for ours, theirs in options.columns.items() if ours not in MESSAGE_KEYS}
     found = list(_displaced(record, of_record))
-    not_messages = {options.columns.get(name, name) for name in NOT_MESSAGES}
-    for name, value in record.items():
-        if name in not_messages:
-            continue
-        turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
+    for name, turns in _messages(record, options):
         keys = dict.fromkeys(key for turn in turns for key in _displaced(turn, of_messages))
         found += [f"{name}[].{key}" for key in keys]
     return found
+
+
+def _messages(record: Mapping[str, object], options: RecordOptions) -> Iterator[tuple[str, list[Json]]]:
+    """Yield the fields that ``renamed`` searches for messages, each with the messages in it."""
+    not_messages = {options.columns.get(name, name) for name in NOT_MESSAGES}
+    for name, value in record.items():
+        if name not in not_messages:
+            items = value if isinstance(value, list) else [value]
+            yield name, [item for item in items if isinstance(item, dict)]
 
 
 def _displaced(fields: Mapping[str, object], columns: Mapping[str, str]) -> Iterator[str]:
@@ -59,25 +64,35 @@ def _displaced(fields: Mapping[str, object], columns: Mapping[str, str]) -> Iter
 
 
 def check_columns(records: Iterable[tuple[Mapping[str, object], str]], options: RecordOptions) -> None:
-    """Raise RecordError if a field that ``data.columns`` names is in none of ``records`` (with origins).
+    """Raise RecordError if a name in ``data.columns`` is in none of ``records`` (with origins).
 
-    No more records are read than are needed to find all fields.
+    It is the name of a field, or of a key of messages. No more records are read than are needed to find all.
     """
     if options.only_columns:
         return  # optional fields may be missing
-    missing = {ours: theirs for ours, theirs in options.columns.items() if ours not in MESSAGE_KEYS}
-    seen: dict[str, None] = {}
+    missing = dict(options.columns)
+    fields: dict[str, None] = {}
+    keys: dict[str, None] = {}
     places: list[str] = []
     for record, origin in records if missing else ():
-        missing = {ours: theirs for ours, theirs in missing.items() if theirs not in record}
+        fields |= dict.fromkeys(record)
+        keys |= dict.fromkeys(
+            key for _, turns in _messages(record, options) for turn in turns for key in turn
+        )
+        missing = {
+            ours: theirs
+            for ours, theirs in missing.items()
+            if theirs not in (keys if ours in MESSAGE_KEYS else fields)
+        }
         if not missing:
             return
-        seen |= dict.fromkeys(record)
         places.append(origin)
     for ours, theirs in missing.items() if places else ():
+        seen, what = (keys, "message with a key") if ours in MESSAGE_KEYS else (fields, "field")
+        remedy = f"Use one of those found: {', '.join(map(str, seen))}" if seen else "Leave it out"
         raise RecordError(
-            f"{places[0]}: data.columns.{ours}: no record from here to {places[-1]} has a field {theirs!r}.\n"
-            f"Use one of the fields found: {', '.join(map(str, seen))}."
+            f"{places[0]}: data.columns.{ours}: no record from here to {places[-1]} has a {what} "
+            f"{theirs!r}.\n{remedy}."
         )
 
 

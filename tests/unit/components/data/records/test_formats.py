@@ -369,6 +369,18 @@ def test_names_of_columns_and_roles() -> None:
         RecordError, match=r"f:1: data\.columns\.system: no record from here to f:2 has a field 'setting'"
     ):
         check_columns([({"dialog": []}, "f:1"), ({"dialog": []}, "f:2")], options)
+    named = [(record, "f:1"), ({"dialog": {"who": "agent", "trained": False}}, "f:2")]
+    check_columns(named, RecordOptions(columns={"train": "trained"}))
+    with pytest.raises(
+        RecordError, match=r"has a message with a key 'trian'\.\nUse .*: who, said, trained\."
+    ):
+        check_columns(named, RecordOptions(columns={"train": "trian"}))
+    with pytest.raises(
+        RecordError, match=r"from here to t:1 has a message with a key 'from'\.\nLeave it out\."
+    ):
+        check_columns(
+            [({"text": "x", "tools": [{"from": 1}]}, "t:1")], RecordOptions(columns={"role": "from"})
+        )
     question = RecordOptions(format="alpaca", columns={"prompt": "question", "response": "answer"})
     assert normalize({"question": "U", "answer": "A"}, question, "f:1")[0] == ChatSample([U, A], None)
 
