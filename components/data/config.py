@@ -144,9 +144,10 @@ class Data(ABC):
         encoder = self._encoder(kind, tokenizer)
         split_of = partial(Split, cache, packing, self.max_length, seed, self.share_prompt)
         train, held = self._train_split(encoder, cache, seed, split_of)
-        self.check_formats({part.outcome.format for part in train.parts})
         num_steps = self._count_steps(train, global_batch_size, max_steps, epochs)
         evaluated = self._eval_splits(encoder, cache, split_of) if held is None else {"eval": held}
+        splits = (train, *evaluated.values())
+        self.check_formats({part.outcome.format for split in splits for part in split.parts})
         audit = Audit(
             train=train.audit(),
             eval={name: split.audit(with_left_out=held is None) for name, split in evaluated.items()},

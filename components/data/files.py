@@ -16,13 +16,15 @@ from components.data.config import Data
 from components.data.data_sources import STAGES, FileSource, HubSource, RecordSource, Source
 from components.data.mixture import Shares, StoppingStrategy, parse_blend
 from components.data.records.hub_records import HubDataset
-from components.data.records.options import Format, RecordOptions
+from components.data.records.options import MESSAGE_KEYS, Format, RecordOptions
 from components.data.records.record_files import Record
 from components.data.store.indexed import indexed_prefix
 from components.data.stream.chunks import split_buffer
 
 BUFFER_SIZE = 10_000
 """Default of ``data.buffer_size``, the number of records of a stream that are shuffled together."""
+OF_STRINGS = frozenset({"prompt_completion", "preference", "unpaired"})
+"""Formats whose prompts and answers ``data.strings`` makes turns of."""
 _HUB = "hub:"
 _SOURCE_KEYS = ("path", "repeats", "share", "format", "columns", "max_samples")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -65,10 +67,13 @@ class RecordsData(Data):
 
     def check_kind(self, kind: SampleKind) -> None:
         super().check_kind(kind)
+        options = self.record_options()
         given = {
             "default_system": self.default_system is not None,
             "chat_template_kwargs": bool(self.chat_template_kwargs),
             "strings": self.strings != "plain",
+            "roles": bool(options.roles),
+            **{f"columns.{key}": key in options.columns for key in MESSAGE_KEYS},
         }
         for name in (name for name, unread in given.items() if unread and kind == "text"):
             raise ConfigError(f"data.{name}: a document has no turns; leave it out with stage=pt.")
@@ -84,6 +89,11 @@ class RecordsData(Data):
             )
 
     def check_formats(self, formats: Collection[str]) -> None:
+        if self.strings != "plain" and OF_STRINGS.isdisjoint(formats):
+            raise ConfigError(
+                f"data.strings: the records are {' and '.join(sorted(formats))}, and it affects only "
+                f"{', '.join(sorted(OF_STRINGS))}; leave it out, or correct data.format."
+            )
         if {*formats} != {"segments"}:
             return
         given = {

@@ -42,9 +42,9 @@ class Samples(Hook):
     def check(self, name: str) -> None:  # noqa: ARG002
         """Raise ConfigError if the prompts cannot be read or ``max_new_tokens`` is below 1."""
         check_at_least_one("hook.samples", self, "max_new_tokens")
-        self._prompts()
+        self.read()
 
-    def _prompts(self) -> list[Prompt]:
+    def read(self) -> list[Prompt]:
         kwargs = self.chat_template_kwargs or {}
         options = RecordOptions(
             strings=self.strings, default_system=self.default_system, chat_template_kwargs=kwargs
@@ -55,7 +55,7 @@ class Samples(Hook):
         """Raise ConfigError on every rank if the chat template refuses a prompt, or it is too long."""
         tokenizer = run.model.load_tokenizer()
         config = run.model.config()
-        for prompt in self._prompts():
+        for prompt in self.read():
             check_positions(config, len(prompt.token_ids(tokenizer)), self.max_new_tokens)
         if run.is_main:
             shutil.rmtree(self._scratch(run), ignore_errors=True)  # of a run that was killed
@@ -85,7 +85,7 @@ class Samples(Hook):
         logging.disable_progress_bar()
         model = load_model(export, run.model.trust_remote_code).eval()
         use_plain_decoding(model, tokenizer)
-        records = self._prompts()
+        records = self.read()
         found = complete_all(
             model.to(inference_device(model)),
             tokenizer,

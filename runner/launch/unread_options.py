@@ -7,6 +7,7 @@ from operator import getitem
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
+from components.hooks import Samples
 from components.preflight.checks import may_request_evaluations
 from runner.config.instantiate import Experiment
 from runner.config.sources import ConfigSources, name_of
@@ -109,8 +110,26 @@ def check_unread_options(experiment: Experiment, config: Config, where: ConfigSo
                 raise ConfigError(
                     f"{key} ({where.of(key)}): nothing reads it in this run; set {remedy}, or leave it out."
                 )
+    check_prompts(experiment, where)
     if experiment.preflight.mode == "plan":
         check_planned(experiment, where)
+
+
+def check_prompts(experiment: Experiment, where: ConfigSources) -> None:
+    """Raise ConfigError if the command line or an experiment sets what only prompts of turns read.
+
+    Without that, both options are those of the data, and prompts that are strings may leave them unread.
+    """
+    samples = ((name, hook) for name, hook in experiment.hook.items() if isinstance(hook, Samples))
+    for name, hook in samples:
+        for option in ("default_system", "chat_template_kwargs"):
+            key = f"hook.{name}.{option}"
+            chosen = getattr(hook, option) and where.chosen(key, ("sweep", "experiment"))
+            if chosen and all(isinstance(prompt.turns, str) for prompt in hook.read()):
+                raise ConfigError(
+                    f"{key} ({where.of(key)}): nothing reads it, because every prompt is a string; set "
+                    f"hook.{name}.strings=chat, or leave it out."
+                )
 
 
 def check_planned(experiment: Experiment, where: ConfigSources) -> None:

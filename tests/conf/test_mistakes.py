@@ -595,6 +595,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["hook=[samples]", "hook.samples.prompts={tmp}/text.jsonl", "run.eval_at_end=false"],
         ["hook.samples", "acts after evaluations", "run.eval_every"],
     ),
+    "samples of strings with a system turn": (
+        ["hook=[samples]", "hook.samples.prompts={tmp}/text.jsonl", "hook.samples.default_system=S"],
+        ["hook.samples.default_system", "every prompt is a string", "hook.samples.strings=chat"],
+    ),
     "samples of a first evaluation": (
         [
             "hook=[samples]",

@@ -162,6 +162,8 @@ def test_shuffle_false_keeps_the_order_of_the_file(texts: str, tokenizer: PreTra
         ("text", {"default_system": "S"}, "data.default_system: a document has no turns"),
         ("text", {"strings": "chat"}, "data.strings: a document has no turns"),
         ("text", {"chat_template_kwargs": {"a": 1}}, "data.chat_template_kwargs: a document has no turns"),
+        ("text", {"roles": {"a": "user"}}, "data.roles: a document has no turns"),
+        ("text", {"columns": {"role": "from"}}, "data.columns.role: a document has no turns"),
         ("text", {"mask_history": True}, "data.mask_history: with stage=pt"),
         ("preference", {"mask_history": True}, "data.mask_history: with stage=dpo"),
         ("ranked", {"train_on_prompt": True}, "data.train_on_prompt: a score is that of a whole text"),
@@ -172,6 +174,15 @@ def test_options_that_a_stage_does_not_read(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(FilesData(train=texts, **options), tokenizer, kind)
+
+
+def test_strings_that_no_record_has(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    alpaca = tmp_path / "alpaca.jsonl"
+    alpaca.write_text('{"instruction": "Why?", "output": "Because."}\n')
+    data = FilesData(train=str(alpaca), strings="chat", packing="none")
+    with pytest.raises(ConfigError, match=r"data\.strings: the records are alpaca, .*; leave it out"):
+        prepare(data, tokenizer, "chat")
+    prepare(replace(data, eval=write_chats(tmp_path / "pairs.jsonl", 3, "a")), tokenizer, "chat")
 
 
 def test_limits_of_samples(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
