@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from components.adapters import LoRA
 from components.checkpoint.async_save import view_of, wrap_like
 from components.checkpoint.dcp import saved_keys
+from components.checkpoint.folder import step_of
 from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.engine import Engine, StepResult
 from components.contracts.errors import ConfigError
@@ -93,7 +94,10 @@ class EMA(Hook):
                 trained.export_model(folder, run.dtype)
         finally:  # also if it fails: the other ranks wait there
             run.engine.barrier()
-        log.info("step %d  exported the average to %s", run.state.step, folder)
+        saved = step_of(self.saved)
+        if saved < run.state.step:  # checkpoint.on_error=continue, and the last save has failed
+            log.warning("hook.%s: the average is that of step %d, the last that was saved", run.name, saved)
+        log.info("step %d  exported the average to %s", saved, folder)
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self.average

@@ -1,12 +1,16 @@
-"""The memory of averages of weights."""
+"""The memory of averages of weights, and the step that is reported of an average."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec, patch
 
+import pytest
 import torch
 
 from components.checkpoint.flat_shard import FlatChunk, FlatShard
 from components.hooks import EMA
+from components.models import ModelSpec
 
 
 def test_fused_weights_are_averaged_once() -> None:
@@ -33,3 +37,18 @@ def test_fused_weights_are_averaged_once() -> None:
         assert shard.chunks == fused[f"model/{name}"].chunks
         assert shard.as_subclass(torch.Tensor)[2 * i : 2 * i + 2].tolist() == [2.0 * i + 1, 2.0 * i + 2]
     assert averages["o_proj"].tolist() == [9.0, 9.0]
+
+
+@pytest.mark.parametrize("saved", [4, 6])
+def test_the_export_names_the_step_of_the_checkpoint(caplog: pytest.LogCaptureFixture, saved: int) -> None:
+    run: Any = SimpleNamespace(
+        name="ema", adapter=None, folder=Path("run"), seed=0, dtype=torch.float32, is_main=True
+    )
+    run.model, run.state = create_autospec(ModelSpec, instance=True), SimpleNamespace(step=6)
+    run.engine = SimpleNamespace(barrier=lambda: None)
+    hook = EMA()
+    hook.after_save(run, Path(f"run/checkpoints/step_{saved:08d}"))
+    with patch("components.hooks.ema.CheckpointModel"), caplog.at_level("INFO"):
+        hook.end(run, completed=True)
+    assert f"step {saved}  exported the average" in caplog.text
+    assert ("hook.ema: the average is that of step 4" in caplog.text) == (saved == 4)
