@@ -137,7 +137,8 @@ class RecordSource(ABC):
         """Return the format of the first record or, if bad ones are skipped, of the first that has one.
 
         Raises:
-            ConfigError: with the fault of the first record, if none of ``records`` has a format.
+            ConfigError: with the fault of the first record, if none of ``records`` has a format, or if there
+                is no record.
         """
         faults = []
         for record, origin in records:
@@ -151,6 +152,8 @@ class RecordSource(ABC):
                 faults.append(error.with_traceback(None))  # whose frames would keep all further records
                 if self.options.on_bad_record == "stop":
                     break
+        if not faults:
+            raise ConfigError(f"{self.name}: holds no record. Give a data set with at least one.")
         raise faults[0]
 
 

@@ -61,6 +61,14 @@ def test_a_data_set_that_is_read_while_training(repo: str) -> None:
     assert not list(Path(repo).parent.rglob("*.arrow"))  # no copy is made
 
 
+def test_a_stream_without_a_record(repo: str) -> None:
+    table = datasets.Dataset.from_dict({"text": []}, datasets.Features({"text": datasets.Value("string")}))
+    table.to_parquet(f"{repo}/none/train.parquet")
+    dataset = HubDataset("data.train", repo, folder="none")
+    with pytest.raises(ConfigError, match=r"data\.train=hub:.*: holds no record"):
+        HubSource(option="data.train", dataset=dataset, streaming=True).items("text")
+
+
 def test_a_stream_of_a_data_set_is_read_again_after_a_change(repo: str) -> None:
     [source] = FilesData(train=f"hub:{repo}", streaming=True).streamed_sources()
     before = source.version()
