@@ -46,9 +46,8 @@ def indexed_source(
     if encoder.kind != "text" or source.options.format not in ("auto", "text"):
         raise ConfigError(f"{source.name}: an indexed data set is text; use stage=pt and data.format=auto.")
     if source.max_samples is not None:
-        raise ConfigError(
-            f"{source.name}: an indexed data set is read as a whole; leave out data.max_samples."
-        )
+        option = "max_eval_samples" if source.option.startswith("data.eval") else "max_samples"
+        raise ConfigError(f"{source.name}: an indexed data set is read as a whole; leave out data.{option}.")
     tokens = IndexedTokens.open(prefix, max_length=encoder.max_length)
     tokens.check_vocabulary(encoder.vocab_size())
     record = tokens.outcome(drop=encoder.long_samples == "drop")

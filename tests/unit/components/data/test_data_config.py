@@ -195,6 +195,8 @@ def test_limits_of_samples(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -
     prefix = write_indexed(tmp_path / "corpus", [[1, 2, 3]] * 30, np.uint16)
     with pytest.raises(ConfigError, match=r"is read as a whole; leave out data\.max_samples"):
         prepare(FilesData(train=f"{prefix}.bin", **limits), tokenizer)
+    with pytest.raises(ConfigError, match=r"leave out data\.max_eval_samples"):
+        prepare(FilesData(train=train, eval=f"{prefix}.bin", packing="none", max_eval_samples=3), tokenizer)
 
 
 @pytest.mark.parametrize(
