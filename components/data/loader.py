@@ -164,8 +164,8 @@ class SplitFiles:
 
     def open(self) -> tuple[TokenSequences, CachedPlans]:
         tokens, folder = ConcatTokens([store.open() for store in self.stores]), Path(self.plans)
-        repeats = load_array(folder / REPEATS)
-        return tokens, CachedPlans(folder, tokens, self.options, repeats, self.share_prompt)
+        repeats, firsts = load_array(folder / REPEATS), tokens.first_samples
+        return tokens, CachedPlans(folder, tokens, self.options, repeats, self.share_prompt, firsts)
 
     def reference(self, folder: Path) -> ReferenceLogps:
         """Return the log-probabilities of this split under one reference model, which are in ``folder``."""

@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -90,6 +91,7 @@ def plan_epoch(
     *,
     sequences_per_sample: int = 1,
     repeats: npt.NDArray[np.float64] | None = None,
+    firsts: Sequence[int] = (0,),
     shared: Ints | None = None,
 ) -> Plan:
     """Plan one pass over the data.
@@ -104,8 +106,9 @@ def plan_epoch(
     Args:
         lengths: int64 ``[S]``, tokens of each sequence. Sample ``i`` has ``sequences_per_sample`` sequences,
             the first of which is ``i * sequences_per_sample``.
-        repeats: float64 per sample, how often an epoch contains it. A share f of the samples with the same
-            fractional part f is drawn anew every epoch for one more pass. None means once.
+        repeats: float64 per sample, how often an epoch contains it. A share f of the samples of a source with
+            the same fractional part f is drawn anew every epoch for one more pass. None means once.
+        firsts: the first sample of each source.
         shared: int64 per pair, only with bfd: the number of leading tokens of the second sequence that are
             computed only as part of the first one. None means that no pair shares tokens.
     """
@@ -117,7 +120,8 @@ def plan_epoch(
     if shared is not None:
         starts[:, 1] = shared
     seed, max_length = options.seed, options.max_length
-    order = _epoch_order(count, repeats, seed, epoch, options.shuffle)
+    times = None if repeats is None else _draw(repeats, firsts, _generator(seed, epoch, "repeats"))
+    order = _epoch_order(count, times, seed, epoch, options.shuffle)
     if options.packing == "concat":
         assert sequences_per_sample == 1, "a pair cannot be cut"
         return _cut(lengths, order, max_length)
@@ -160,23 +164,24 @@ def _generator(seed: int, epoch: int, purpose: str) -> np.random.RandomState:
     return np.random.RandomState(words)
 
 
-def _epoch_order(
-    count: int, repeats: npt.NDArray[np.float64] | None, seed: int, epoch: int, shuffle: bool
-) -> Ints:
-    """Return the samples in the order of the epoch, each as often as the epoch contains it."""
+def _epoch_order(count: int, times: Ints | None, seed: int, epoch: int, shuffle: bool) -> Ints:
+    """Return the samples in the order of the epoch, each as often as ``times`` says. None means once."""
     order = np.arange(count, dtype=np.int64)
-    if repeats is not None:
-        order = np.repeat(order, _draw(repeats, _generator(seed, epoch, "repeats")))
+    if times is not None:
+        order = np.repeat(order, times)
     return _generator(seed, epoch, "order").permutation(order) if shuffle else order
 
 
-def _draw(repeats: npt.NDArray[np.float64], rng: np.random.RandomState) -> Ints:
+def _draw(repeats: npt.NDArray[np.float64], firsts: Sequence[int], rng: np.random.RandomState) -> Ints:
+    """Return how often the epoch contains each sample."""
     counts = np.floor(repeats).astype(np.int64)
     fractions = repeats - counts
     for fraction in np.unique(fractions[fractions > 0]):
         members = np.flatnonzero(fractions == fraction)
-        number = int(fraction * len(members) + rng.random_sample())  # right on average even for few members
-        counts[rng.permutation(members)[:number]] += 1
+        for own in np.split(members, np.searchsorted(members, firsts[1:])):
+            if len(own):
+                number = int(fraction * len(own) + rng.random_sample())  # right on average even for a few
+                counts[rng.permutation(own)[:number]] += 1
     return counts
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -37,6 +37,8 @@ class CachedPlans:
     repeats: npt.NDArray[np.float64]
     """float64, per sample: how often an epoch contains it."""
     share_prompt: bool
+    firsts: Sequence[int] = (0,)
+    """The first sample of each source."""
 
     @cached_property
     def same_number_of_rows(self) -> bool:
@@ -135,6 +137,7 @@ class CachedPlans:
             epoch,
             sequences_per_sample=self.tokens.sequences_per_sample,
             repeats=self.repeats,
+            firsts=self.firsts,
             shared=self._shared,
         )
 

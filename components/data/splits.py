@@ -110,8 +110,11 @@ class Split:
     def identity(self) -> str:
         sources = [[part.identity, part.repeats] for part in self.parts]
         chosen = digest(np.packbits(self.selected).tobytes().hex())
-        sharing = ["share_prompt"] if self.share_prompt else []
-        return digest([sources, chosen, self.packing, self.max_length, self.seed, self.shuffle, *sharing])
+        more = ["share_prompt"] if self.share_prompt else []
+        fractions = [part.repeats % 1 for part in self.parts if part.repeats % 1]
+        if self.shuffle is not None and len({*fractions}) < len(fractions):
+            more.append("drawn by source")  # an older checkpoint has drawn such sources as one
+        return digest([sources, chosen, self.packing, self.max_length, self.seed, self.shuffle, *more])
 
     @cached_property
     def folder(self) -> Path:
@@ -124,7 +127,8 @@ class Split:
         counts = [len(part.outcome.kept) for part in self.parts]
         repeats = [1.0 if self.shuffle is None else part.repeats for part in self.parts]
         chosen = np.repeat(repeats, counts) * self.selected
-        return CachedPlans(self.folder, self.tokens, self.options, chosen, self.share_prompt)
+        firsts = self.tokens.first_samples
+        return CachedPlans(self.folder, self.tokens, self.options, chosen, self.share_prompt, firsts)
 
     @property
     def options(self) -> PlanOptions:

@@ -22,6 +22,11 @@ class ConcatTokens:
     def sequences_per_sample(self) -> int:
         return self._parts[0].sequences_per_sample
 
+    @property
+    def first_samples(self) -> list[int]:
+        """The index of the first sample of each store."""
+        return [start // self.sequences_per_sample for start in self._starts]
+
     @cached_property
     def desirable(self) -> Bools | None:
         found = [part.desirable for part in self._parts if part.desirable is not None]

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from components.contracts.batch import IGNORE
 from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.data import FilesData, PreparedData, StdlibData, data_sources
+from components.data.store.token_store import digest
 from components.data.tokenize import encoder
 from components.json_text import as_type
 from tests.unit.components.data.store.test_indexed import write_indexed
@@ -264,6 +266,23 @@ def test_weights_are_repeats(tmp_path: Path, texts: str, tokenizer: PreTrainedTo
     halves = [{text for text in epoch if text.startswith("word")} for epoch in (seen[:50], seen[50:])]
     assert len(halves[0]) == len(halves[1]) == 20
     assert halves[0] != halves[1]
+
+
+@pytest.mark.parametrize(
+    ("often", "of_same_fraction"), [(0.5, True), (1.5, True), (1.0, False), (0.25, False)]
+)
+def test_sources_of_the_same_fraction_are_drawn_from_by_themselves(
+    tmp_path: Path, texts: str, tokenizer: PreTrainedTokenizerBase, often: float, of_same_fraction: bool
+) -> None:
+    """Their identity differs from that of older checkpoints, which drew from them as from one source."""
+    rare = write_texts(tmp_path / "rare.jsonl", 20, "rare")
+    sources = [{"path": texts, "repeats": 0.5}, {"path": rare, "repeats": often}]
+    with patch("components.data.splits.digest", wraps=digest) as made:
+        prepared = prepare(FilesData(sources=sources, packing="none"), tokenizer, epochs=2)
+    assert any("drawn by source" in call.args[0] for call in made.call_args_list) == of_same_fraction
+    seen = documents(prepared, tokenizer)
+    for epoch in (seen[: len(seen) // 2], seen[len(seen) // 2 :]):
+        assert sum(text.startswith("rare") for text in epoch) == 20 * often
 
 
 def test_held_out_samples_are_not_trained_on(texts: str, tokenizer: PreTrainedTokenizerBase) -> None:

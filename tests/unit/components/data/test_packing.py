@@ -142,6 +142,22 @@ def test_repeats_differ_by_sample() -> None:
     assert np.bincount(one.segments[:, 0], minlength=6).tolist() == [0, 0, 1, 1, 3, 3]
 
 
+def test_sources_with_the_same_fraction_are_drawn_from_by_themselves() -> None:
+    repeats = np.repeat([0.5, 1.0, 1.5], [10, 3, 40])
+    repeats[4] = 0  # held out
+    for epoch in range(9):
+        drawn = plan([4] * 53, repeats=repeats, firsts=(0, 10, 13), epoch=epoch, packing="none")
+        counts = np.bincount(drawn.segments[:, 0], minlength=53)
+        assert counts[:10].sum() in (4, 5)
+        assert (counts[10:13].sum(), counts[13:].sum()) == (3, 60)
+
+
+def test_the_draw_is_pinned() -> None:
+    """Sources of other fractions are drawn as they were before sources of the same one were told apart."""
+    one = plan([2] * 8, repeats=np.repeat([0.5, 1.25], 4), firsts=(0, 4), packing="none")
+    assert one.segments[:, 0].tolist() == [6, 5, 3, 7, 6, 0, 4]
+
+
 def test_a_fraction_of_few_samples_is_right_on_average() -> None:
     drawn = [plan([4], repeats=np.array([0.3]), epoch=epoch, packing="none").num_rows for epoch in range(500)]
     assert 0.22 < np.mean(drawn) < 0.38
