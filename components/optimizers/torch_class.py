@@ -2,7 +2,7 @@
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import prod
@@ -37,8 +37,9 @@ class StateKinds:
     """Floating-point tensors of the parameter's shape."""
     scalars: tuple[str, ...]
     """Numbers per parameter, such as ``step``, that are equal for all parameters."""
-    group_scalars: tuple[str, ...]
-    """Numbers in ``param_groups`` that updates change."""
+    group_scalars: Mapping[str, type[int | float]]
+    """Numbers in ``param_groups`` that updates change or that are not arguments, by name, with their types.
+    The latter may change only in a later update."""
     whole: tuple[str, ...]
     """Tensors of other shapes or dtypes, such as the row sums of Adafactor."""
 
@@ -105,16 +106,22 @@ class TorchClass:
 
     @cached_property
     def state(self) -> StateKinds:
-        """Names of the state that the optimizer keeps, by kind, as found in three trial updates."""
+        """Names of the state that the optimizer keeps, by kind, as found in three trial updates.
+
+        Raises:
+            ConfigError: if a checkpoint cannot hold a part of this state.
+        """
         before, optimizer = (self._trial([SHAPE], steps) for steps in (0, 3))
         kept = [(p, optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
         names = sorted({name for _, state in kept for name in state if state[name] is not None})
         kinds = {name: {kind_of_state(p.shape, state.get(name)) for p, state in kept} for name in names}
-        numbers, options = optimizer.param_groups[0], before.param_groups[0]
+        options, given = before.param_groups[0], arguments(self.optimizer)
+        saved = {k: v for k, v in numbers(optimizer)[0].items() if k not in given or v != options.get(k)}
+        self._check_saved(optimizer, saved)
         return StateKinds(
             moments=tuple(name for name in names if kinds[name] == {"moment"}),
             scalars=tuple(name for name in names if kinds[name] == {"scalar"}),
-            group_scalars=tuple(sorted(k for k, v in numbers.items() if is_number(v) and v != options[k])),
+            group_scalars={name: type(value) for name, value in saved.items()},
             whole=tuple(name for name in names if kinds[name] not in ({"moment"}, {"scalar"})),
         )
 
@@ -133,15 +140,33 @@ class TorchClass:
         tensors = (value for value in optimizer.state[matrix].values() if isinstance(value, Tensor))
         return sum(value.nbytes for value in tensors if value.numel() >= matrix.numel()) / matrix.numel()
 
+    def _check_saved(self, optimizer: torch.optim.Optimizer, saved: Config) -> None:
+        """Raise ConfigError if a checkpoint cannot hold the state of ``optimizer``, after updates.
+
+        ``saved`` are the numbers of its first group that a checkpoint holds, once for all groups.
+        """
+        states = [state for parameter, state in optimizer.state.items() if isinstance(parameter, Tensor)]
+        kept = [item for state in states for item in state.items()]
+        lost = {name for name, value in kept if not isinstance(value, Tensor | float | int | None)}
+        for group in optimizer.param_groups:
+            lost |= {name for name, value in group.items() if isinstance(value, Tensor)}
+            lost |= {name for name, value in saved.items() if group.get(name, value) != value}
+        if lost:
+            raise ConfigError(
+                f"optimizer._target_: {self.name} keeps {', '.join(sorted(lost))}, which checkpoints cannot "
+                "hold: state must be tensors and numbers of each weight, and numbers that are equal for all "
+                "groups of weights. Choose another class."
+            )
+
     def _check_rates(self) -> None:
         """Raise ConfigError if a number that a checkpoint holds once depends on the rate of a group."""
         optimizer = self._trial([SHAPE], lr_of_vector=2.0)
         first, second = (
-            {name: float(group[name]) for name in self.state.group_scalars}
+            {name: float(group[name]) for name in self.state.group_scalars if name in group}
             | {name: float(optimizer.state[group["params"][0]][name]) for name in self.state.scalars}
             for group in optimizer.param_groups
         )
-        if names := [name for name in first if first[name] != second[name]]:
+        if names := [name for name, value in first.items() if second.get(name, value) != value]:
             raise ConfigError(
                 f"optimizer.groups: {self.name} computes {', '.join(names)} from the learning rate, once for "
                 "all weights; leave lr out of optimizer.groups, or choose another class."
@@ -161,14 +186,16 @@ class TorchClass:
         rows, columns = SHAPE
         trial = partial(self._trial, lr=max(self.lr, TRIAL_LR))
         whole, by_row, by_column = (
-            matrices(trial(shapes))
-            for shapes in ([SHAPE], [(rows // 2, columns)] * 2, [(rows, columns // 2)] * 2)
+            trial(shapes) for shapes in ([SHAPE], [(rows // 2, columns)] * 2, [(rows, columns // 2)] * 2)
         )
-        alone = [matrices(trial([(rows // 2, columns)] * 2, only=number)) for number in (0, 1)]
-        if not all(equal(half, joint) for (half,), joint in zip(alone, by_row, strict=True)):
+        alone = [trial([(rows // 2, columns)] * 2, only=number) for number in (0, 1)]
+        halves = [half for optimizer in alone for half in matrices(optimizer)]
+        # A step size from all weights may differ too little to change three updates.
+        coupled = any(numbers(optimizer) != numbers(whole) for optimizer in alone)
+        if coupled or not all(map(equal, halves, matrices(by_row))):
             return "model"
-        joined = torch.cat(by_row), torch.cat(by_column, dim=1)
-        if not self.state.whole and all(map(equal, joined, whole * 2)):
+        joined = torch.cat(matrices(by_row)), torch.cat(matrices(by_column), dim=1)
+        if not self.state.whole and all(map(equal, joined, matrices(whole) * 2)):
             return "element"
         # Weights for evaluation are exchanged between steps, when no rank has a weight whole.
         return "model" if hasattr(self.optimizer, "eval") else "matrix"
@@ -269,6 +296,11 @@ def pieces(value: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
 
 def matrices(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter.detach() for parameter in optimizer.param_groups[0]["params"]]
+
+
+def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """Return the numbers of each parameter group by name."""
+    return [{k: v for k, v in sorted(group.items()) if is_number(v)} for group in optimizer.param_groups]
 
 
 def equal(found: Tensor, expected: Tensor) -> bool:

@@ -36,6 +36,27 @@ class Lion(torch.optim.Optimizer):
                 average.lerp_(p.grad, 1 - second)
 
 
+class Adapted(torch.optim.Optimizer):
+    """Descends with a step size ``d`` that, from the fourth update on, depends on all weights' gradients.
+
+    Like classes of D-Adaptation, it adds its numbers to its groups in updates.
+    """
+
+    def __init__(self, params: Any, lr: float):
+        super().__init__(params, {"lr": lr, "d": 1.0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        first = self.param_groups[0]
+        updated = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        total = first.get("total", 0.0) + sum(p.grad.square().sum().item() for _, p in updated)
+        count = first.get("k", 0) + 1
+        for group in self.param_groups:
+            group |= {"total": total, "k": count, "d": 1.0 if count < 4 else 1 / (1 + total)}
+        for group, p in updated:
+            p.sub_(p.grad, alpha=group["lr"] * group["d"])
+
+
 DESCRIPTIONS: dict[str, Optimizer] = {
     "muon": Muon(lr=1e-2, adamw_lr=2e-3),
     "muon by head": Muon(lr=1e-2, adamw_lr=2e-3, head_dim=8),
@@ -47,6 +68,7 @@ DESCRIPTIONS: dict[str, Optimizer] = {
     "schedule-free": TorchClass(AdamWScheduleFree, 1e-2, 0.1, options={"warmup_steps": 3}),
     "lion": TorchClass(Lion, 1e-3, 0.1),
     "adamw 8 bit": TorchClass(AdamW8bit, 1e-2, 0.1, options={"min_8bit_size": 512}),
+    "adapted": TorchClass(Adapted, 1e-2),
 }
 
 

@@ -23,6 +23,8 @@ LAYOUTS = {
     "dp2 tp2": fsdp2(2, tp=2),
 }
 PROMISED = ("muon", "radam", "lion", "schedule-free", "adamw 8 bit")
+ELSEWHERE = {*PROMISED, "muon by head", "adapted"}
+"""Optimizers that train on dp2 tp2 or tp2, or on one rank only."""
 
 
 OneRank = Callable[[str], tuple[Path, Tensor]]
@@ -51,8 +53,7 @@ def test_a_resume_is_bitwise(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        # The others train on dp2 tp2 below.
-        *((name, "dp2") for name in sorted({*cases.DESCRIPTIONS} - {*PROMISED, "muon by head"})),
+        *((name, "dp2") for name in sorted({*cases.DESCRIPTIONS} - ELSEWHERE)),
         ("schedule-free", "dp2"),
         ("adamw 8 bit", "dp2"),
         ("muon", "dp2 copies"),

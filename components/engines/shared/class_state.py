@@ -1,6 +1,7 @@
 """Saving and loading the state of any ``torch.optim.Optimizer``; the first update creates this state."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isnan, nan
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def create_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Param
     if not parameters:
         return
     kept = [parameter.detach().clone() for parameter in parameters]
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    groups = [dict(group) for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -57,24 +58,28 @@ def create_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Param
     for parameter, before in zip(parameters, kept, strict=True):
         parameter.data.copy_(before)
     for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.clear()  # the update may have added keys, such as a number of updates
         group.update(options)
 
 
 def group_numbers(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, Tensor]:
     """Return the options ``names`` of ``param_groups``, by checkpoint key, as float64 ``[1]``.
 
-    Each of them is equal in all groups.
+    Each of them is equal in all groups. NaN means that no update has added it yet.
     """
-    return {f"optimizer_group/{name}": as_float64(optimizer.param_groups[0][name]) for name in names}
+    group = optimizer.param_groups[0]
+    return {f"optimizer_group/{name}": as_float64(group.get(name, nan)) for name in names}
 
 
 def set_group_numbers(
-    optimizer: torch.optim.Optimizer, names: Iterable[str], numbers: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer, kinds: Mapping[str, type[int | float]], numbers: Mapping[str, Tensor]
 ) -> None:
-    """Set the options ``names`` of all parameter groups to the values that ``group_numbers`` returned."""
+    """Set the options ``kinds``, by name and type, of all groups to what ``group_numbers`` returned."""
     for group in optimizer.param_groups:
-        for name in names:
-            group[name] = type(group[name])(numbers[f"optimizer_group/{name}"].item())
+        for name, kind in kinds.items():
+            value = numbers[f"optimizer_group/{name}"].item()
+            if name in group or not isnan(value):
+                group[name] = kind(value)
 
 
 def set_number(state: dict[str, Any], name: str, value: Tensor) -> None:

@@ -69,7 +69,7 @@ class WholeWeightOptimizer:
         with whole_shapes(self.owned if of_class else ()):  # some classes create state in their constructor
             named = [(weight.name, weight.parameter) for weight in self.owned]
             self.optimizer = torch_optimizer(description, named) if named else None
-        self.group_kinds = of_class.state.group_scalars if of_class else ()
+        self.group_kinds = of_class.state.group_scalars if of_class else {}
         self.shared = of_class.state.scalars if of_class and of_class.scope == "element" else ()
         """Names of scalar states that are equal for all weights. A checkpoint contains each of them once."""
         self.updates = 0

@@ -15,7 +15,7 @@ from components.contracts.errors import ConfigError
 from components.optimizers import AdamW, Muon, TorchClass, WeightGroup, torch_optimizer
 from components.targets import described
 from tests.distributed.cases import fsdp2, megatron, spec
-from tests.distributed.optimizer_class_cases import Lion
+from tests.distributed.optimizer_class_cases import Adapted, Lion
 from tests.unit.components.test_optimizers import network, train
 
 
@@ -52,6 +52,7 @@ class NormedTogether(torch.optim.SGD):
         (bitsandbytes_lion, "element", ("state1",)),
         (Normed, "matrix", ()),
         (NormedTogether, "model", ()),
+        (Adapted, "model", ()),
     ],
 )
 def test_what_a_trial_shows(kind: Any, scope: str, moments: tuple[str, ...]) -> None:
@@ -77,7 +78,8 @@ def test_numbers_and_other_tensors_are_found() -> None:
     assert TorchClass(torch.optim.Adafactor, 1e-2).state.whole == ("col_var", "row_var", "variance")
     assert TorchClass(torch.optim.NAdam, 1e-2).state.scalars == ("mu_product", "step")
     found = TorchClass(AdamWScheduleFree, 1e-2).state.group_scalars
-    assert found == ("k", "lr_max", "scheduled_lr", "weight_sum")
+    assert found == {"k": int, "lr_max": float, "scheduled_lr": float, "weight_sum": float}
+    assert TorchClass(Adapted, 1e-2).state.group_scalars == {"d": float, "k": int, "total": float}
 
 
 @pytest.mark.parametrize(
@@ -130,6 +132,19 @@ def test_the_arguments_of_the_class_are_keys() -> None:
 def test_refuses_what_cannot_train(kind: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         described(kind)(**{"lr": 1e-2} | options)
+
+
+@pytest.mark.parametrize("key", ["a list", "a tensor of a group", "a number of a group"])
+def test_refuses_state_that_checkpoints_cannot_hold(key: str) -> None:
+    class Keeping(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for number, group in enumerate(self.param_groups):
+                value = {"a tensor of a group": torch.ones(1), "a number of a group": number}
+                (group if key in value else self.state[group["params"][0]])[key] = value.get(key, [])
+            return super().step(closure)
+
+    with pytest.raises(ConfigError, match=rf"Keeping keeps {key}, which checkpoints cannot hold.* Choose"):
+        described(Keeping)(lr=1e-2)
 
 
 def test_refuses_a_class_whose_arguments_it_cannot_set() -> None:
