@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from components.engines.fsdp2.mesh import local_shard, placed_like
 from components.engines.fsdp2.param_views import ParamView
-from components.engines.shared.class_state import UPDATES, ClassState, create_state
+from components.engines.shared.class_state import UPDATES, ClassState, create_state, stateless
 from components.optimizers import Optimizer, TorchClass, make_moments, torch_optimizer
 
 STEP = "step"
@@ -129,9 +129,10 @@ class ShardedOptimizer:
             make_moments(self.optimizer, self.moments)
             return []
         self._follow()
-        new = [shard for shard in self.shards.values() if not self.optimizer.state.get(shard)]
-        create_state(self.optimizer, new)
-        return new
+        new = stateless(self.optimizer)
+        for group, shard in new:
+            create_state(self.optimizer, group, shard)
+        return [shard for _, shard in new]
 
     def _follow(self) -> None:
         for weight, shard in self.shards.items():

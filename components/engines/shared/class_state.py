@@ -1,6 +1,6 @@
 """Saving and loading the state of any ``torch.optim.Optimizer``; the first update creates this state."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import isnan, nan
 from typing import Any
 
@@ -41,22 +41,25 @@ class ClassState:
         set_group_numbers(self.optimizer, self.kinds.group_scalars, numbers)
 
 
-def create_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Make the optimizer create the state of ``parameters``, by an update that is then undone.
+def stateless(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], nn.Parameter]]:
+    """Return the parameters without state, each with its group."""
+    return [(g, p) for g in optimizer.param_groups for p in g["params"] if not optimizer.state.get(p)]
 
-    The values of the state are those after an update with zero gradients. The caller overwrites or ignores
-    them.
+
+def create_state(optimizer: torch.optim.Optimizer, own: dict[str, Any], parameter: nn.Parameter) -> None:
+    """Make the optimizer create the state of ``parameter`` of the group ``own``, by an update, then undone.
+
+    An update of all parameters would need gradients and copies of all of them in memory. The values of the
+    state are those after an update with a zero gradient. The caller overwrites or ignores them.
     """
-    if not parameters:
-        return
-    kept = [parameter.detach().clone() for parameter in parameters]
-    groups = [dict(group) for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    kept, groups = parameter.detach().clone(), [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        # The others keep one, without a gradient: some classes read the device of a group's first parameter.
+        group["params"] = [parameter] if group is own else group["params"][:1]
+    parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for parameter, before in zip(parameters, kept, strict=True):
-        parameter.data.copy_(before)
+    parameter.grad = None
+    parameter.data.copy_(kept)
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.clear()  # the update may have added keys, such as a number of updates
         group.update(options)

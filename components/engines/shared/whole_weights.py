@@ -20,6 +20,7 @@ from components.engines.shared.class_state import (
     group_numbers,
     set_group_numbers,
     set_number,
+    stateless,
 )
 from components.optimizers import Optimizer, TorchClass, kind_of_state, torch_optimizer
 
@@ -146,15 +147,18 @@ class WholeWeightOptimizer:
         return f"optimizer_state/{kind}" + f"/{weight.name}" * (kind not in self.shared)
 
     def _create(self) -> list[OwnedWeight]:
-        """Create the missing states by an update of zero weights with zero gradients.
+        """Create the missing states, one after the other, by updates of zero weights with zero gradients.
 
         Return the weights whose state is new. The values of the weights do not change.
         """
-        new = [weight for weight in self.owned if not self._of(weight).get(weight.parameter)]
-        with whole_shapes(new):
-            if self.optimizer is not None:
-                create_state(self.optimizer, [weight.parameter for weight in new])
-        return new
+        if self.optimizer is None:
+            return []
+        weights = {weight.parameter: weight for weight in self.owned}
+        new = stateless(self.optimizer)
+        for group, parameter in new:
+            with whole_shapes([weights[parameter]]):
+                create_state(self.optimizer, group, parameter)
+        return [weights[parameter] for _, parameter in new]
 
     def _of(self, weight: OwnedWeight) -> dict[Tensor, dict[str, Any]]:
         assert self.optimizer is not None, f"{weight.name} is owned without an optimizer"

@@ -1,6 +1,11 @@
-"""How whole weights are given to ranks."""
+"""How whole weights are given to ranks, and how their owner creates their state."""
 
-from components.engines.shared.whole_weights import owners
+from typing import Any, ClassVar
+
+import torch
+
+from components.engines.shared.whole_weights import OwnedWeight, WholeWeightOptimizer, owners
+from components.optimizers import TorchClass
 
 
 def test_the_largest_weights_are_given_first() -> None:
@@ -10,3 +15,37 @@ def test_the_largest_weights_are_given_first() -> None:
 
 def test_weights_are_balanced_among_the_ranks_that_share_them() -> None:
     assert owners([(2, 5), (1, 50), (2, 5), (4, 1), (4, 1)]) == [0, 0, 1, 0, 1]
+
+
+class OnOneRank(OwnedWeight):
+    def gather(self) -> None: ...
+
+    def distribute(self) -> None: ...
+
+
+class Counting(torch.optim.Adam):
+    """Counts its updates in its groups, and records how many whole weights each of them needs."""
+
+    needed: ClassVar[list[int]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        self.needed.append(sum(p.numel() > 0 for group in self.param_groups for p in group["params"]))
+        return super().step(closure)
+
+
+def test_state_is_created_weight_by_weight() -> None:
+    shapes = {"a.weight": (4, 3), "b.weight": (3, 4), "a.bias": (4,), "norm.weight": (3,)}
+    weights = [
+        OnOneRank(name, torch.Size(shape), torch.device("cpu"), place=0, sharers=1)
+        for name, shape in shapes.items()
+    ]
+    optimizer = WholeWeightOptimizer(TorchClass(Counting, 1e-2, weight_decay=0.1), weights)
+    assert optimizer.optimizer is not None
+    Counting.needed.clear()
+    found = optimizer.tensors()
+    assert Counting.needed == [1] * len(weights)
+    assert {key: tuple(found[f"exp_avg/{key}"].shape) for key in shapes} == shapes
+    assert all("k" not in group for group in optimizer.optimizer.param_groups)
+    assert [len(group["params"]) for group in optimizer.optimizer.param_groups] == [2, 2]
