@@ -27,7 +27,9 @@ class ShardedOptimizer:
         self, description: Optimizer, weights: Mapping[str, nn.Parameter], views: Sequence[ParamView]
     ) -> None:
         self.moments, self.weights, self.views = description.moments, list(weights.values()), views
-        self.shards = {weight: nn.Parameter(local_shard(weight.detach())) for weight in self.weights}
+        shards = {weight: nn.Parameter(local_shard(weight.detach())) for weight in self.weights}
+        # Some kernels refuse empty shards. A rank with no others keeps them: an optimizer needs parameters.
+        self.shards = {weight: shard for weight, shard in shards.items() if shard.numel()} or shards
         # The first of a parameter's names on disk is enough: stacked experts have the same options.
         on_disk = {view.parameter: view.name for view in reversed(views)}
         named = ((on_disk[weight], shard) for weight, shard in self.shards.items())
@@ -103,6 +105,8 @@ class ShardedOptimizer:
 
     def moment(self, name: str, weight: nn.Parameter) -> Tensor:
         """Return a moment of ``weight`` with the weight's placement, in the memory of the optimizer."""
+        if weight not in self.shards:
+            return placed_like(local_shard(weight.detach()), weight)  # empty
         return placed_like(self.optimizer.state[self.shards[weight]][name], weight)
 
     def _moments(self) -> dict[str, Tensor]:

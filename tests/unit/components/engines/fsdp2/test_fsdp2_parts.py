@@ -3,11 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partialmethod
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM
@@ -16,8 +17,10 @@ from components.contracts.engine import EngineOptions
 from components.contracts.errors import ConfigError
 from components.engines.fsdp2 import FSDP2
 from components.engines.fsdp2.mesh import local_shard, shard_slices
+from components.engines.fsdp2.param_views import ParamView
+from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
 from components.engines.shared import process_group
-from components.optimizers import AdamW
+from components.optimizers import AdamW, TorchClass
 from tests.distributed.cases import fsdp2, make_engine, spec
 
 
@@ -105,3 +108,25 @@ def test_a_vocabulary_that_nothing_divides_is_refused() -> None:
         fsdp2(3, tp=2).check(model, AdamW(), options, world_size=6)
     fsdp2(4, tp=2).check(model, AdamW(), options, world_size=8)
     fsdp2(3).check(model, AdamW(), options, world_size=3)
+
+
+class NoneEmpty(torch.optim.Adam):
+    """Refuses empty parameters, as kernels of bitsandbytes do."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert all(p.numel() for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+def test_an_optimizer_gets_no_empty_shard() -> None:
+    weights = {"full": nn.Parameter(torch.ones(2, 3)), "empty": nn.Parameter(torch.ones(0, 3))}
+    views = [ParamView(name, weight, lambda tensor: tensor, True) for name, weight in weights.items()]
+    optimizer = ShardedOptimizer(TorchClass(NoneEmpty, 1e-2), weights, views)
+    for weight in weights.values():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step(1e-2)
+    assert weights["full"].max() < 1
+    saved = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    assert saved["exp_avg/empty"].shape == (0, 3)
+    with optimizer.loading() as tensors:
+        assert tensors.keys() == saved.keys()
