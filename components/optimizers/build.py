@@ -61,6 +61,16 @@ def torch_optimizer(
     return description.build([{"params": of, **asdict(options)} for options, of in ordered])
 
 
+def needs_whole_weights(optimizer: Optimizer) -> bool:
+    """Return whether an update on FSDP2 is that of unsharded weights, which are gathered on their owners.
+
+    Classes with other weights for evaluation update shards, or train on one rank only.
+    """
+    return optimizer.scope != "element" and not (
+        isinstance(optimizer, TorchClass) and optimizer.evaluates_others
+    )
+
+
 def state_bytes(optimizer: Optimizer) -> float:
     """Return the bytes of optimizer state per element of a large matrix.
 

@@ -41,7 +41,7 @@ class StateKinds:
     """Numbers in ``param_groups`` that updates change or that are not arguments, by name, with their types.
     The latter may change only in a later update."""
     whole: tuple[str, ...]
-    """Tensors of other shapes or dtypes, such as the row sums of Adafactor."""
+    """Tensors of other shapes or dtypes, such as the row sums of Adafactor, and other numbers."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class TorchClass:
 
     Raises:
         ConfigError: if a number is out of range, weight decay is set but the class has none, or the class
-            cannot update a matrix and a vector with these arguments.
+            cannot update a matrix and a vector with these arguments, or keeps state that checkpoints cannot
+            hold.
     """
 
     optimizer: type[torch.optim.Optimizer]
@@ -75,7 +76,12 @@ class TorchClass:
             raise ConfigError(
                 f"optimizer.weight_decay: {self.name} does not have it; set it to 0, in optimizer.groups too."
             )
-        assert self.state
+        whole = self.state.whole
+        if whole and self.evaluates_others:
+            raise ConfigError(
+                f"optimizer._target_: {self.name} has other weights for evaluations, and keeps "
+                f"{', '.join(whole)} of each weight; checkpoints cannot hold both. Choose another class."
+            )
         if any(group.lr is not None for group in self.groups):
             self._check_rates()
 
@@ -86,6 +92,11 @@ class TorchClass:
     @property
     def kind(self) -> str:
         return f"torch optimizer._target_={self.name}"
+
+    @property
+    def evaluates_others(self) -> bool:
+        """Whether the class has other weights for evaluations than for training."""
+        return hasattr(self.optimizer, "eval")
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -115,14 +126,16 @@ class TorchClass:
         kept = [(p, optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
         names = sorted({name for _, state in kept for name in state if state[name] is not None})
         kinds = {name: {kind_of_state(p.shape, state.get(name)) for p, state in kept} for name in names}
+        numeric = [name for name in names if kinds[name] == {"scalar"}]
+        scalars = tuple(name for name in numeric if len({float(state[name]) for _, state in kept}) == 1)
         options, given = before.param_groups[0], arguments(self.optimizer)
         saved = {k: v for k, v in numbers(optimizer)[0].items() if k not in given or v != options.get(k)}
         self._check_saved(optimizer, saved)
         return StateKinds(
             moments=tuple(name for name in names if kinds[name] == {"moment"}),
-            scalars=tuple(name for name in names if kinds[name] == {"scalar"}),
+            scalars=scalars,
             group_scalars={name: type(value) for name, value in saved.items()},
-            whole=tuple(name for name in names if kinds[name] not in ({"moment"}, {"scalar"})),
+            whole=tuple(name for name in names if kinds[name] != {"moment"} and name not in scalars),
         )
 
     @property
@@ -198,7 +211,7 @@ class TorchClass:
         if not self.state.whole and all(map(equal, joined, matrices(whole) * 2)):
             return "element"
         # Weights for evaluation are exchanged between steps, when no rank has a weight whole.
-        return "model" if hasattr(self.optimizer, "eval") else "matrix"
+        return "model" if self.evaluates_others else "matrix"
 
     def _trial(
         self,

@@ -12,7 +12,7 @@ from components.contracts.parallelism import ParallelismSpec
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.engines.megatron.checks import updates_whole_weights
-from components.optimizers import Optimizer
+from components.optimizers import Optimizer, needs_whole_weights
 from components.preflight.estimates import fsdp2_memory, megatron_memory
 from components.preflight.estimates.quantities import (
     CommInputs,
@@ -75,7 +75,7 @@ def comm_cost(layout: EngineLayout, size: ModelSize, step: CommInputs) -> StepCo
 def has_owners(layout: EngineLayout, optimizer: Optimizer) -> bool:
     """Return whether each full (unsharded) weight is updated by one rank, its owner."""
     if isinstance(layout, FSDP2):
-        return optimizer.scope == "matrix"
+        return needs_whole_weights(optimizer)
     return updates_whole_weights(optimizer)
 
 

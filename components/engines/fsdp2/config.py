@@ -21,7 +21,7 @@ from components.engines.shared.parallel_dims import divisors, suggest_sizes, wor
 from components.engines.shared.recomputation import check_modules, check_recomputed
 from components.models import ModelSpec
 from components.models.experts import EXPERT_PARAM
-from components.optimizers import Optimizer, TorchClass, check_matches
+from components.optimizers import Optimizer, TorchClass, check_matches, needs_whole_weights
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class FSDP2(FSDP2Layout):
         check_optimizer(optimizer, world_size, offloads=self.cpu_offload)
         if optimizer.groups:
             check_matches(
-                optimizer.groups, tensors(model, options.adapter, whole=optimizer.scope == "matrix")
+                optimizer.groups, tensors(model, options.adapter, whole=needs_whole_weights(optimizer))
             )
         check_recomputed(self.activation_checkpointing, self.recompute_num_layers, len(decoder_blocks(model)))
         check_modules(self.activation_checkpointing, self.recompute_modules, mlp_kinds(model))
@@ -102,7 +102,7 @@ def check_optimizer(optimizer: Optimizer, world_size: int, *, offloads: bool) ->
     """Raise ConfigError if several ranks, or ranks with CPU offload, cannot run ``optimizer``."""
     if isinstance(optimizer, TorchClass) and world_size > 1:
         optimizer.check_divisible()
-    if optimizer.scope == "matrix" and offloads:
+    if needs_whole_weights(optimizer) and offloads:
         raise ConfigError(
             "parallelism.cpu_offload: this optimizer gathers whole weights, which are not in host memory; "
             "set parallelism.cpu_offload=false."

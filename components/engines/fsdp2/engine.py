@@ -47,7 +47,7 @@ from components.engines.shared.whole_weights import WholeWeightOptimizer
 from components.models import ModelSpec, export_folder
 from components.models.experts import stored_dtype
 from components.models.hf_private import adapters_off
-from components.optimizers import Optimizer
+from components.optimizers import Optimizer, needs_whole_weights
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class FSDP2Engine(TrainStepEngine):
         self.biases = bias_buffers(self.scorer.lm) if adapter is None else {}
         self.optimizer = (
             WholeWeightOptimizer(optimizer, whole_weights(self.trained))
-            if optimizer.scope == "matrix"
+            if needs_whole_weights(optimizer)
             else ShardedOptimizer(optimizer, self.weights, self.trained)
         )
         if device.type != "cpu":

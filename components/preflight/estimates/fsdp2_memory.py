@@ -20,7 +20,7 @@ from components.models.attention_shape import attention_shape
 from components.models.mtp import num_mtp_layers
 from components.models.nf4 import BLOCK
 from components.models.scalar_head import output_head
-from components.optimizers import Optimizer, TorchClass, state_bytes
+from components.optimizers import Optimizer, TorchClass, needs_whole_weights, state_bytes
 from components.preflight.estimates.activation_memory import (
     FP32,
     BlockActivations,
@@ -172,7 +172,7 @@ def memory(
     on_gpu = step.device != "cpu" and not held.offloads
     if isinstance(optimizer, TorchClass) and optimizer.updates_together and on_gpu:
         asked.append({"gradients": gradients, "buffers": gradients})
-    if optimizer.scope == "matrix":
+    if needs_whole_weights(optimizer):
         ranks = step.world_size
         whole = parameters(model, Cuts(ep=layout.ep), step.adapter)
         owned = owned_state(optimizer, whole, ranks, ranks // layout.ep)

@@ -38,6 +38,14 @@ class NormedTogether(torch.optim.SGD):
         return super().step(closure)
 
 
+class Evaluated(torch.optim.Adafactor):
+    """Has other weights for evaluations, and row sums."""
+
+    def eval(self) -> None: ...
+
+    def train(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("kind", "scope", "moments"),
     [
@@ -80,6 +88,7 @@ def test_numbers_and_other_tensors_are_found() -> None:
     found = TorchClass(AdamWScheduleFree, 1e-2).state.group_scalars
     assert found == {"k": int, "lr_max": float, "scheduled_lr": float, "weight_sum": float}
     assert TorchClass(Adapted, 1e-2).state.group_scalars == {"d": float, "k": int, "total": float}
+    assert TorchClass(Adapted, 1e-2).state.whole == ("norm", "rows")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +135,11 @@ def test_the_arguments_of_the_class_are_keys() -> None:
         (torch.optim.RAdam, {"betas": [2.0, 0.9]}, "RAdam cannot update .*beta.*2.0.* Change its options"),
         (torch.optim.Rprop, {"weight_decay": 0.1}, "optimizer.weight_decay: .*Rprop does not have it"),
         (torch.optim.RAdam, {"lr": -1.0}, "optimizer.lr: must be a number of at least 0"),
+        (
+            Evaluated,
+            {},
+            "Evaluated has other weights for evaluations, and keeps col_var, row_var, variance of",
+        ),
         (AdamW8bit, {"min_8bit_size": 6145}, "optimizer.min_8bit_size: is 6145, .*use at most 6144"),
     ],
 )
@@ -201,7 +215,10 @@ def test_query_and_key_may_be_in_different_groups_with_muon() -> None:
 
 def test_one_rank_trains_with_any_class() -> None:
     options = EngineOptions(dtype=torch.float32, device="cpu")
-    fsdp2().check(spec("qwen3").meta_model, TorchClass(NormedTogether, 1e-2), options, world_size=1)
+    model, description = spec("qwen3").meta_model, TorchClass(NormedTogether, 1e-2)
+    fsdp2().check(model, description, options, world_size=1)
+    with pytest.raises(ConfigError, match=r"set parallelism\.cpu_offload=false"):
+        fsdp2(cpu_offload=True).check(model, description, options, world_size=1)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(AdamWScheduleFree, "lr_max"), (torch.optim.ASGD, "eta")])
