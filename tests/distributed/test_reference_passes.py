@@ -8,7 +8,7 @@ import torch
 from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from tests.distributed import reference_cases as cases
-from tests.distributed.cases import fsdp2, megatron
+from tests.distributed.cases import fsdp2, make_engine, megatron, share
 from tests.ranks import Ranks
 
 LAYOUTS = {"fsdp2": fsdp2(2), "pp2": megatron(dp=1, pp=2)}
@@ -54,3 +54,11 @@ def test_what_is_computed_once_is_without_dropout(tmp_path: Path, on: FSDP2 | Me
     data = cases.prepare(tmp_path)
     cases.fill(on, data, tmp_path / "cache", "dropping")
     assert cases.difference(on, data, tmp_path / "cache", "dropping")[0] == 0
+
+
+def test_passes_without_backward_add_nothing_to_the_lists_of_fsdp() -> None:
+    engine = make_engine()
+    for _ in range(2):
+        engine.logps(share(engine, "packed", 2))
+        assert not engine.scorer._get_fsdp_state()._comm_ctx.post_forward_order
+    engine.close()

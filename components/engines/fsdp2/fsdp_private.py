@@ -42,7 +42,15 @@ class InPlaceReduceScatter:
 
 
 def release(scorer: nn.Module) -> None:
-    """Free the gathered weights left by a forward pass without backward: an update does not change them."""
+    """Free what forward passes without backward leave.
+
+    This is gathered weights, which an update does not change, and FSDP's lists of the modules that have run,
+    which only the end of a backward pass would clear: those of a frozen reference would grow for ever.
+    """
+    assert isinstance(scorer, FSDPModule)
+    if not has_run(scorer):
+        return
+    reset_iteration(scorer)
     for module in fsdp_modules(scorer):
         module.reshard()
 
@@ -53,10 +61,6 @@ def discard_iteration(scorer: nn.Module) -> None:
     FSDP's own reset keeps the gradients that ``set_requires_gradient_sync(False)`` has accumulated in the
     unsharded parameters, and no public call can drop these.
     """
-    assert isinstance(scorer, FSDPModule)
-    if not has_run(scorer):
-        return
-    reset_iteration(scorer)
     release(scorer)
     for module in fsdp_modules(scorer):
         drop_unreduced(module)
