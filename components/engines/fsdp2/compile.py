@@ -15,6 +15,7 @@ from components.engines.fsdp2.grouped_experts import grouped_experts
 from components.engines.fsdp2.tiled_norm import has_replaceable_norms
 from components.engines.shared.torch_private import has_cpp_compiler
 from components.models.experts import moe_blocks
+from components.models.scalar_head import has_scalar_head
 
 ChosenKernels = Literal["torch", "liger", "tiled"]
 """Kernels of the norms and MLPs of a model: those of torch, those of Liger, or those of torch with
@@ -110,6 +111,8 @@ def apply_liger(model: PreTrainedModel) -> None:
     on = dict.fromkeys(("rms_norm", "layer_norm"), True) | liger_mlps(model)
     if grouped_experts(model):
         on["swiglu"] = False  # it expects transformers' experts, which are replaced by ours
-    _apply_liger_kernel_to_instance(model=model, **on, **off)
+    # Some families are known to Liger as causal models and as models without a head, not as classifiers.
+    known = model.base_model if has_scalar_head(model) else model
+    _apply_liger_kernel_to_instance(model=known, **on, **off)
     # The call above also replaces the classes, which would change models built later.
     vars(module).update(before)

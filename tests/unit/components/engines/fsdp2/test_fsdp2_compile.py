@@ -3,11 +3,12 @@
 import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 from components.contracts.errors import ConfigError
 from components.engines.fsdp2 import compile
@@ -71,11 +72,7 @@ def test_mlps_of_other_activations_are_not_fused(family: str, act: str, usable: 
     """Liger's MLPs ignore the activation of the configuration."""
     unlike = model(family)
     setattr(unlike.config, "hidden_activation" if family == "gemma" else "hidden_act", act)
-    liger = mock.Mock()
-    names = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")
-    with mock.patch.dict(sys.modules, dict.fromkeys(names, liger)):
-        compile.apply_liger(unlike)
-    asked = liger._apply_liger_kernel_to_instance.call_args.kwargs
+    asked = asked_of_liger(unlike)
     assert {kind for kind in ("swiglu", "geglu") if asked[kind]} == usable
     options = {"rms_norm", "geglu" if family == "gemma" else "swiglu"}
     with (
@@ -84,6 +81,23 @@ def test_mlps_of_other_activations_are_not_fused(family: str, act: str, usable: 
         nullcontext() if usable else pytest.raises(ConfigError, match=f"does not compute the .*{act} of"),
     ):
         compile.check_liger(unlike, "cuda")
+
+
+def asked_of_liger(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the arguments of the call of Liger, which need not be installed."""
+    liger = mock.Mock()
+    names = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")
+    with mock.patch.dict(sys.modules, dict.fromkeys(names, liger)):
+        compile.apply_liger(model)
+    return dict(liger._apply_liger_kernel_to_instance.call_args.kwargs)
+
+
+def test_of_a_reward_model_liger_gets_the_part_that_it_knows() -> None:
+    with torch.device("meta"):
+        causal = model()
+        scored = LlamaForSequenceClassification(causal.config)
+    assert asked_of_liger(scored)["model"] is scored.model
+    assert asked_of_liger(causal)["model"] is causal
 
 
 @NEEDS_LIGER
