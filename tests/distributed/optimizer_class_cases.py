@@ -40,7 +40,7 @@ class Adapted(torch.optim.Optimizer):
     """Descends with a step size ``d`` that, from the fourth update on, depends on all weights' gradients.
 
     Like classes of D-Adaptation, it adds its numbers to its groups in updates. It divides each gradient by a
-    sum of norms, a number of each weight, and adds a mean of rows.
+    sum of norms, a number of each weight, and adds a mean of rows, except to weights that are zero.
     """
 
     def __init__(self, params: Any, lr: float):
@@ -55,7 +55,7 @@ class Adapted(torch.optim.Optimizer):
         for group in self.param_groups:
             group |= {"total": total, "k": count, "d": 1.0 if count < 4 else 1 / (1 + total)}
         for group, p in updated:
-            state, row = self.state[p], p.grad[:1].clone()
+            state, row = self.state[p], p.grad[:1].clone() if p.any() else torch.zeros(())
             state["norm"] = state.get("norm", 1.0) + p.grad.norm().item()
             state["rows"] = row.lerp_(state.get("rows", row), 0.5)
             p.sub_(p.grad + row, alpha=group["lr"] * group["d"] / state["norm"])

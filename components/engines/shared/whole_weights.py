@@ -147,7 +147,7 @@ class WholeWeightOptimizer:
         return f"optimizer_state/{kind}" + f"/{weight.name}" * (kind not in self.shared)
 
     def _create(self) -> list[OwnedWeight]:
-        """Create the missing states, one after the other, by updates of zero weights with zero gradients.
+        """Create the missing states, one after the other, by updates with zero gradients.
 
         Return the weights whose state is new. The values of the weights do not change.
         """
@@ -167,10 +167,13 @@ class WholeWeightOptimizer:
 
 @contextmanager
 def whole_shapes(weights: Sequence[OwnedWeight]) -> Iterator[None]:
-    """Give each weight's ``parameter`` zeros of the full shape, and on exit its previous data again."""
+    """Give each weight's ``parameter`` ones of the full shape, and on exit its previous data again.
+
+    With zeros, some classes keep less state, such as Prodigy, whose distance from them is the weight itself.
+    """
     kept = [weight.parameter.data for weight in weights]
     for weight in weights:
-        weight.parameter.data = torch.zeros(weight.shape, device=weight.parameter.device)
+        weight.parameter.data = torch.ones(weight.shape, device=weight.parameter.device)
     try:
         yield
     finally:
