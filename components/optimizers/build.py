@@ -86,6 +86,6 @@ def make_moments(optimizer: torch.optim.Optimizer, moments: Sequence[str]) -> No
             state = optimizer.state[parameter]
             if not state and moments:
                 state.update({moment: torch.zeros_like(parameter.detach()) for moment in moments})
-                if isinstance(optimizer, torch.optim.AdamW):  # fused ones of other packages: a step per group
+                if isinstance(optimizer, torch.optim.AdamW):  # SGD counts no steps
                     device = parameter.device if group.get("fused") else torch.device("cpu")
                     state["step"] = torch.zeros((), dtype=torch.float32, device=device)

@@ -69,7 +69,7 @@ class Layout:
     scales of blocks of it."""
     bias_activation_fusion: bool | None = None
     """Whether SwiGLU is one function that saves only its input. None means yes on GPUs, where it is compiled
-    if Triton and a C compiler are installed."""
+    if Triton, a C compiler and the headers of Python are installed."""
     gradient_accumulation_fusion: bool | None = None
     """Whether the gradient of a weight is added to the main gradient, in fp32, by its matrix product. None
     means yes on GPUs, except with transformer-engine or ``activation_offloading``."""

@@ -1,4 +1,4 @@
-"""Patches for functions of megatron-core that need transformer-engine although torch would suffice.
+"""Patches for parts of megatron-core that use transformer-engine or Apex although torch would suffice.
 
 They apply on any device.
 """
@@ -48,7 +48,7 @@ PATCHES = (
     ),
     Patch(
         symbols=("megatron.core.optimizer.SGD",),
-        why="is theirs likewise, which a CPU or a rehearsal cannot make",
+        why="is that of transformer-engine or Apex where one is installed, which only a real GPU can make",
         replace=lambda _: torch.optim.SGD,
     ),
 )

@@ -34,7 +34,7 @@ class AttentionSpans:
 # several micro-batches in flight.
 @lru_cache(maxsize=64)
 def full_spans(ends: tuple[int, ...], cp: int, device: torch.device) -> AttentionSpans:
-    """Return one span per sequence of the row; ``order`` is that of all tokens.
+    """Return one span per sequence of the row; ``order`` is that of all tokens, or empty without cp.
 
     ``ends`` are the start of every sequence in the whole row and the end of the last one.
     """

@@ -91,7 +91,7 @@ REFUSED = {
         "the rotary embedding is that of the model",
     ),
     "overlap_moe_expert_parallel_comm": "the forward step of this engine makes no schedule plan for it",
-    "perform_initialization": "if false, split weights get no mark, and the gradient norm lacks most of them",
+    "perform_initialization": "it must stay true: otherwise the gradient norm lacks most split weights",
     "tp_comm_": "this engine does not create the buffers that transformer-engine needs for it",
     "use_te_rng_tracker": "only Megatron's training script reads it",
     "variable_seq_lengths": "pipeline stages exchange rows of one length here",
