@@ -1,8 +1,10 @@
 """Third part of a launch: the training on all ranks, and the end of the run."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -73,7 +75,7 @@ def run(
             if launch.world_size > 1 or restarts:
                 late_signal.number = run_with_restarts(folder, launch.world_size, restarts)
             else:
-                late_signal.number = run_rank(folder)
+                late_signal.number = run_rank(folder, partial(give_up, launch, folder))
             with handling(late_signal):
                 return finish(launch, folder)
 
@@ -86,20 +88,29 @@ def run_launched(launch: RunPreparation, place: RankInfo, on_folder: Callable[[P
     store = rendezvous.connect(os.environ)
     folder = rendezvous.agree_on_folder(store, os.environ, partial(prepare, launch), launch.prepare_data)
     on_folder(folder)
-
-    def give_up(error: TrainingError) -> None:
-        report_failure(folder, error, stalled=True)
-        end_process(error)
-
     if place.rank != 0:
         with reporting_failures(folder):
-            run_rank(folder, give_up)
+            run_rank(folder, partial(give_up, launch, folder))
         return RunRecord.read(folder).results.final_loss()
     with ending(folder, launch) as late_signal:
         with reporting_failures(folder):
-            late_signal.number = run_rank(folder, give_up)
+            late_signal.number = run_rank(folder, partial(give_up, launch, folder))
         with handling(late_signal):
             return finish(launch, folder)
+
+
+def give_up(launch: RunPreparation, folder: Path, error: TrainingError) -> None:
+    """Record that this rank makes no progress, and end the process; called on the watchdog's thread."""
+    place = RankInfo.read()
+    try:
+        report_failure(folder, error, stalled=True)
+        if place.rank == 0:
+            replace(RunRecord.read(folder), ended="failed", error=str(error)).write(folder)
+            if (job := launch.where.sweep_job) is not None:
+                words = f"{type(error).__name__}: {error}"
+                job.finish("failed", error=words, seconds=time.time() - launch.began)
+    finally:
+        end_process(error)
 
 
 @contextmanager

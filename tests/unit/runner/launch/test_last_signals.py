@@ -5,7 +5,7 @@ import signal
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -57,6 +57,30 @@ def test_no_job_begins_after_a_signal_in_an_export(
     with pytest.raises(SystemExit, match="0"):
         run.run({}, ConfigSources(), (), 0.0)
     assert RunRecord.read(tmp_path).ended == "completed"
+
+
+def test_a_hang_of_the_only_rank_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, ended = SweepJob(tmp_path / "sweep", 1, ()), list[object]()
+    launch: Any = SimpleNamespace(world_size=1, resources=nullcontext(), console=None, notes=(), began=0.0)
+    modes = {"preflight": SimpleNamespace(mode="check"), "run": SimpleNamespace(max_restarts=0)}
+    launch.experiment, launch.where = SimpleNamespace(**modes), ConfigSources(sweep_job=job)
+
+    def end_process(error: TrainingError) -> NoReturn:
+        ended.append((RunRecord.read(tmp_path).ended, RunRecord.read(tmp_path).error))
+        raise error
+
+    monkeypatch.setattr(run, "check_launch", lambda *_: launch)
+    monkeypatch.setattr(run, "prepare", lambda _: tmp_path)
+    monkeypatch.setattr(run, "end_process", end_process)
+    monkeypatch.setattr(run, "run_rank", lambda _, give_up: give_up(TrainingError("no progress")))
+    RunRecord().write(tmp_path)
+    (tmp_path / "logs").mkdir()
+    job.mark_running(tmp_path)
+    with pytest.raises(TrainingError, match="no progress"):
+        run.run({}, ConfigSources(), (), 0.0)
+    assert ended == [("failed", "no progress")]
+    assert read_failure_report(failure_path(tmp_path, 0)).stalled
+    assert read_job_record(job.path).status == "failed"
 
 
 @pytest.mark.parametrize(("step", "queued"), [(0, True), (3, False)])
