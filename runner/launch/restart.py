@@ -52,7 +52,7 @@ def go_back(folder: Path, restarts: int) -> int:
     step = steps_done(point)
     reopen_run_folder(folder, step)
     resumed_from = None if point is None else str(point)
-    # The ranks had the results of earlier steps only in memory. Without metrics.jsonl they are lost.
+    # A killed rank 0 had the results of earlier steps only in memory; without metrics.jsonl they are lost.
     results = logged_results(folder) if (folder / METRICS).exists() else record.results
     replace(record, resumed_from=resumed_from, restarts=restarts, results=results).write(folder)
     return step

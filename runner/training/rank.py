@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -155,7 +155,7 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
                 training = build_loop(experiment, engine, folder, record, report, requested, watchdog)
                 handlers.callback(training.train_data.close)
                 handlers.enter_context(handling(requested))
-                with training.checkpoints:
+                with recording_results(folder, report), training.checkpoints:
                     try:
                         record = with_trial_step(training, record)
                     except TrialOutOfMemory as error:
@@ -181,6 +181,18 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
                 if main:  # hooks may have logged metrics
                     replace(record, results=report.results).write(folder)
     return requested.number
+
+
+@contextmanager
+def recording_results(folder: Path, report: MetricsReporter) -> Iterator[None]:
+    """If the context raises an error, write the results so far to run.json; only rank 0 has any."""
+    try:
+        yield
+    except BaseException:
+        if report.loggers is not None:
+            with suppress(OSError):  # the failure may be that this disk is full
+                replace(RunRecord.read(folder), results=report.results).write(folder)
+        raise
 
 
 def with_trial_step(training: TrainContext, record: RunRecord) -> RunRecord:

@@ -12,6 +12,7 @@ import pytest
 from components.checkpoint.manager import CheckpointManager
 from components.data.store.token_store import StoreWriter
 from components.engines.fsdp2.engine import FSDP2Engine
+from runner.records.run_record import RunRecord
 from tests.e2e.commands import SMALL, call_here, curve, newest, rows, run_here
 
 SIX = (*SMALL, "run.max_steps=6", "run.global_batch_size=2")
@@ -100,7 +101,10 @@ def test_in_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call_here(f"run.output_dir={tmp_path}", *SIX, SIGNALLED, "+stage.numbers=[2,15]") == 130
     assert "nothing is left running" in capsys.readouterr().err
-    assert saved(newest(tmp_path)) == []
+    run = newest(tmp_path)
+    assert saved(run) == []
+    results = RunRecord.read(run).results
+    assert (results.first["step"], results.last["step"]) == (1, 2)
 
 
 def test_while_tokenising(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
