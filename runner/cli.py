@@ -325,8 +325,9 @@ def decode_environment(config: DictConfig) -> None:
     found = [key for key, value in leaves(raw) if str(value).startswith("${oc.env:")]
     defaults = dict(leaves(default_config(as_given(HydraConfig.get())))) if found else {}
     for key in found:
-        if not isinstance(defaults.get(key), str):
-            OmegaConf.update(config, key, parse_value(str(OmegaConf.select(config, key))))
+        value = OmegaConf.select(config, key)  # None for ${oc.env:NAME,null}
+        if value is not None and not isinstance(defaults.get(key), str):
+            OmegaConf.update(config, key, parse_value(str(value)))
 
 
 def parsed(override: str) -> Override | None:

@@ -220,7 +220,7 @@ def test_a_variable_of_the_environment_may_be_a_number_or_a_name(
     monkeypatch.setenv("SEED", "7")
     values = ("run.seed=${oc.env:SEED}", "run.name='${oc.env:SEED}'", "run.log_every='${oc.env:NONE,3}'")
     monkeypatch.setenv("RATE", "1e-5")
-    values += ("optimizer.lr='${oc.env:RATE}'",)
+    values += ("optimizer.lr='${oc.env:RATE}'", "run.max_time='${oc.env:NONE,null}'")
     assert call_here(f"run.output_dir={tmp_path}", "preflight.mode=only", *values) == 0
     jobs: list[Any] = []
     monkeypatch.setattr("runner.launch.run.run", lambda *given: jobs.append(given[0]["run"]["seed"]) or 1.0)
