@@ -6,11 +6,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from components.checkpoint import complete_checkpoints
 from components.checkpoint.folder import best_checkpoint
 from components.contracts.errors import TrainingError
 from components.contracts.loss import Loss
 from components.preflight.checks import steps_done
+from components.preflight.estimates.device_specs import machine_memory
+from components.preflight.formatting import as_size
 from runner.config.command_line import hydra_value, single_job_overrides
 from runner.config.instantiate import Experiment
 from runner.config.sources import ConfigSources
@@ -111,10 +115,23 @@ def export_facts(experiment: Experiment, folder: Path, record: RunRecord) -> dic
     facts = {"export": str(export)}
     if run.final_sample_tokens and not model.scalar_head:
         prompt = experiment.data.restore(record.data).prompt()
-        answer = model.generate(export, prompt, run.final_sample_tokens)
         facts["prompt"] = repr(tokenizer.decode(prompt))
-        facts["completion"] = repr(tokenizer.decode(answer))
+        facts["completion"] = completion(experiment, export, prompt)
     return facts
+
+
+def completion(experiment: Experiment, export: Path, prompt: list[int]) -> str:
+    """Return the exported model's completion of ``prompt``, or why it is left out: the model is too large.
+
+    The model is loaded into the memory of the host, which nothing forecasts, and the run has trained already.
+    """
+    run, model = experiment.run, experiment.model
+    size = sum(weight.numel() for weight in model.meta_model.parameters()) * DTYPES[run.dtype].itemsize
+    free = min(machine_memory(), psutil.virtual_memory().available)
+    if size > free / 2:
+        return f"left out: the weights take {as_size(size)}, over half of the free memory ({as_size(free)})"
+    answer = model.generate(export, prompt, run.final_sample_tokens)
+    return repr(model.load_tokenizer().decode(answer))
 
 
 def print_stopped(launch: RunPreparation, stopped: Stopped, saved: Path | None) -> bool:

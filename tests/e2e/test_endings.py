@@ -12,6 +12,7 @@ import pytest
 
 from components.checkpoint import CheckpointManager, manager
 from components.models.export import hf_folder
+from runner.launch import final_report
 from runner.launch.run_lock import locked
 from tests.e2e.commands import EXPORTING, Command, call_here, newest, run_here
 
@@ -96,6 +97,14 @@ def test_a_full_disk_in_the_export(
     run = newest(tmp_path)
     assert run_here(tmp_path, *TWO, "checkpoint.resume=auto") == run
     assert (run / "export" / "model.safetensors").is_file()
+
+
+def test_a_completion_is_left_out_where_it_needs_too_much_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(final_report, "machine_memory", lambda: 2**20)
+    run_here(tmp_path, *EXPORTING, "run.max_steps=1", "run.eval_at_end=false")
+    assert "completion  left out: the weights take 2 MiB, over half of the free" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
