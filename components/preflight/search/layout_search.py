@@ -99,8 +99,13 @@ def variants(base: Candidate) -> list[Candidate]:
 
 
 def is_valid(base: Candidate) -> bool:
-    """Return whether ``base`` fits with full activation checkpointing and the engine supports the run."""
-    if not base.with_layout({"activation_checkpointing": "full"}).fits():
+    """Return whether ``base`` fits with full activation checkpointing and the engine supports the run.
+
+    The smallest or the largest micro-batch needs the least memory: with one micro-batch per step, gradients
+    are not accumulated.
+    """
+    frugal, sizes = base.with_layout({"activation_checkpointing": "full"}), base.micro_batches
+    if not any(replace(frugal, micro_batch_size=size).fits() for size in {sizes[0], sizes[-1]}):
         return False
     try:
         base.check()

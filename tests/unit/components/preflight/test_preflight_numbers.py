@@ -27,6 +27,7 @@ from components.preflight.estimates.step_time import (
     step_work,
 )
 from components.preflight.search.candidate import Candidate
+from components.preflight.search.layout_search import search
 from components.preflight.search.memory_advice import Variation, candidates, check_fits
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
@@ -324,6 +325,17 @@ def test_the_most_rows_that_fit(folder: Path) -> None:
     for bytes_, most in ((totals[4], 4), (totals[4] - 1, 2), (1, 1), (2**60, 8)):
         limited = replace(wide, device=replace(wide.device, memory=bytes_, certain=True))
         assert limited.with_largest_microbatch().micro_batch_size == most
+
+
+def test_a_plan_of_one_micro_batch_per_step(folder: Path) -> None:
+    """Smaller micro-batches need more memory, because their gradients are accumulated."""
+    found = replace(case(folder, "data.max_length=16", data="one"), device=DEVICE)
+    two = replace(found, layout=fsdp2(2, activation_checkpointing="full"), world_size=2)
+    totals = {size: replace(two, micro_batch_size=size).peak.total for size in two.micro_batches}
+    assert totals[2] < totals[1]
+    limited = replace(found, device=replace(DEVICE, memory=totals[2]))
+    plans = [each.overrides for each in search(limited, step_work(limited), devices=2)]
+    assert any({"parallelism=fsdp2", "parallelism.dp=2"} < set(plan) for plan in plans)
 
 
 def test_a_reference_is_not_checked_like_a_trained_model() -> None:
