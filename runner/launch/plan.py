@@ -32,7 +32,7 @@ def print_forecast(launch: RunPreparation, found: PreparedRun) -> float:
     evaluates = launch.experiment.run.evaluate_only
     if ahead.mode == "only" and case.device.certain:
         check_fits(case, evaluates=evaluates)
-    elif ahead.mode == "only" and not evaluates and not case.fits():
+    elif ahead.mode == "only" and not evaluates and case.peak.total > case.memory_budget:
         console.print(
             "It does not fit this machine; preflight.device_name=H100 estimates another.", highlight=False
         )

@@ -104,7 +104,7 @@ class Candidate:
 
     @property
     def memory_budget(self) -> int:
-        """Bytes that the estimate of a rank may reach.
+        """Bytes that the estimate of a rank may reach before the run is refused.
 
         If ranks share the memory of the machine, the tolerance of the estimate is added, so that only clear
         misfits are rejected.
@@ -141,7 +141,8 @@ class Candidate:
         return next((case for case in sizes if case.fits()), replace(self, micro_batch_size=1))
 
     def fits(self) -> bool:
-        return self.peak.total <= self.memory_budget and self.fits_host
+        """Return whether the estimate fits without a tolerance, as a size or a layout that is chosen must."""
+        return self.peak.total <= self.device.memory and self.fits_host
 
     def check(self) -> None:
         """Raise ConfigError if the layout, the batch and the model are incompatible."""
