@@ -16,6 +16,8 @@ CORES = "RUNNER_CORES"
 """Environment variable of a job: the number of cores that all its ranks together may use."""
 GPU_SHARERS = "RUNNER_GPU_SHARERS"
 """Environment variable of a job: the number of concurrent jobs that share its GPU."""
+MEMORY_SHARERS = "RUNNER_MEMORY_SHARERS"
+"""Environment variable of a job: the number of concurrent jobs that share the memory of the machine."""
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 PORT = range(1, 2**16)
 FIRST_PORT, PORTS = 10_000, 20_000

@@ -132,8 +132,8 @@ def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
     bearable = machine_memory() // PROGRAM
     if device == "cpu" and local_ranks > bearable:
         raise ConfigError(
-            f"parallelism.dp: this layout takes {local_ranks} ranks (tp x pp x cp x dp) on a machine whose "
-            f"memory is enough for {bearable} processes; lower a size, or only forecast the run with "
+            f"parallelism.dp: this layout takes {local_ranks} ranks (tp x pp x cp x dp), and this machine "
+            f"has memory for {bearable} processes of one run; lower a size, or only forecast the run with "
             "preflight.mode=only."
         )
     if device != "cpu" and local_ranks > torch.accelerator.device_count():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from components.contracts.errors import DONE, INTERRUPTED
-from components.rank_info import CORES, GPU_SHARERS, num_cores
+from components.rank_info import CORES, GPU_SHARERS, MEMORY_SHARERS, num_cores
 from runner.records.failures import describe_exit, read_last_lines
 from runner.records.job_record import SweepJob, read_job_record
 from runner.signals import SignalHandler, handling
@@ -55,11 +55,11 @@ def run_jobs(jobs: Sequence[LocalJob], at_once: int) -> None:
 
 
 class LocalJobPool:
-    """The waiting jobs of one launch, and its running jobs, each in a slot with a share of cores and GPUs."""
+    """The waiting jobs of one launch, and its running jobs, each in a slot with its ``machine_share``."""
 
     def __init__(self, jobs: Sequence[LocalJob], places: int) -> None:
         self.waiting, self.running = deque(jobs), dict[int, RunningJob]()
-        self.shares = [gpu_share(place, places, visible_gpus()) for place in range(places)]
+        self.shares = [machine_share(place, places, visible_gpus()) for place in range(places)]
         self.request = SignalHandler(self.forward_signal)
         self.interrupted = False
 
@@ -160,13 +160,13 @@ def write_stderr(words: str) -> None:
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{words}\n".encode())
 
 
-def gpu_share(place: int, places: int, gpus: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that give slot ``place`` its part of the cores and GPUs.
+def machine_share(place: int, places: int, gpus: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables that give slot ``place`` its part of the cores, GPUs and memory.
 
     If there are more slots than GPUs, several slots share a GPU. If the user has set ``OMP_NUM_THREADS``, it
     is kept, and the cores are not divided.
     """
-    environ: dict[str, str] = {}
+    environ = {MEMORY_SHARERS: str(places)}
     if "OMP_NUM_THREADS" not in os.environ:
         cores = str(max(num_cores() // places, 1))
         environ |= {CORES: cores, "OMP_NUM_THREADS": cores}

@@ -14,7 +14,7 @@ from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.preflight.estimates.data_sheets import GPUS, LONGEST_FIRST
 from components.preflight.estimates.flops import peak_flops
-from components.rank_info import GPU_SHARERS
+from components.rank_info import GPU_SHARERS, MEMORY_SHARERS
 
 UNITS = {"GIB": 2**30, "MIB": 2**20, "GB": 10**9}
 
@@ -133,11 +133,12 @@ def parse_size(text: str) -> int:
 def machine_memory() -> int:
     """Return the bytes of memory that this process and its children may use, whether free or not.
 
-    This is the memory of the machine, or the limit of the cgroup if that is lower.
+    This is the memory of the machine, or the limit of the cgroup if that is lower, divided by the number of
+    concurrent jobs of a sweep.
     """
     limits = [
         int(text)
         for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
         if Path(path).is_file() and (text := Path(path).read_text().strip()).isdigit()
     ]
-    return min([psutil.virtual_memory().total, *limits])
+    return min([psutil.virtual_memory().total, *limits]) // int(os.environ.get(MEMORY_SHARERS, 1))

@@ -29,6 +29,7 @@ from components.preflight.estimates.step_time import (
 from components.preflight.search.candidate import Candidate
 from components.preflight.search.layout_search import search
 from components.preflight.search.memory_advice import Variation, candidates, check_fits
+from components.rank_info import MEMORY_SHARERS
 from runner.config.sources import ConfigSources
 from runner.launch.checks import check_launch
 from tests.distributed.cases import fsdp2, megatron
@@ -367,9 +368,12 @@ def test_offloaded_state_must_fit_the_machine(folder: Path) -> None:
     assert replace(offloads, device=replace(little, per_node=4)).fits()
 
 
-def test_ranks_share_a_machine() -> None:
+def test_ranks_and_jobs_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     one, four = (find_device("cpu", None, None, local_ranks=n, dtype=torch.float32) for n in (1, 4))
     assert not one.certain
     assert machine_memory() > one.memory > 4 * four.memory
     assert four.flops == pytest.approx(one.flops / 4)
     assert find_device("cpu", None, "1GiB", local_ranks=4, dtype=torch.float32).memory == 2**30
+    whole = machine_memory()
+    monkeypatch.setenv(MEMORY_SHARERS, "2")  # concurrent jobs of a sweep
+    assert machine_memory() == whole // 2

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from components.rank_info import CORES, GPU_SHARERS
+from components.rank_info import CORES, GPU_SHARERS, MEMORY_SHARERS
 from runner.records.job_record import SweepJob, read_job_records
-from runner.sweeps.local_jobs import LocalJob, gpu_share, run_jobs
+from runner.sweeps.local_jobs import LocalJob, machine_share, run_jobs
 
 WELL = """
 import os, sys, time
@@ -69,9 +69,10 @@ def test_a_machine_is_shared(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
-    shares = [gpu_share(place, places, gpus) for place in range(places)]
+    shares = [machine_share(place, places, gpus) for place in range(places)]
     assert [one.get("CUDA_VISIBLE_DEVICES") for one in shares] == dealt
     assert [one.get(GPU_SHARERS) for one in shares] == sharers
+    assert {one[MEMORY_SHARERS] for one in shares} == {str(places)}
     assert {one["OMP_NUM_THREADS"] for one in shares} == {one[CORES] for one in shares} == {str(7 // places)}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert CORES not in gpu_share(0, places, gpus), "threads are the user's"
+    assert CORES not in machine_share(0, places, gpus), "threads are the user's"
