@@ -148,8 +148,9 @@ def summary_lines(case: Candidate, work: StepWork, sections: Mapping[str, Sectio
         **layout_lines(case),
         "length": length_line(case),
         "batch": (
-            f"{case.data.global_batch_size} rows a step = {case.dp_size} data rank(s) x "
-            f"{workload.num_microbatches} micro-batch(es) x {case.micro_batch_size} row(s); about "
+            f"at most {case.dp_size * workload.num_microbatches * case.micro_batch_size} rows a step = "
+            f"{case.dp_size} data rank(s) x {workload.num_microbatches} micro-batch(es) x "
+            f"{case.micro_batch_size} row(s); about "
             f"{work.tokens:,.0f} tokens, {work.labels:,.0f} labels"
         ),
         "short rows": short_rows_line(case),

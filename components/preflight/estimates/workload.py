@@ -37,13 +37,14 @@ def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> M
         targets = (tokens.mask(seq, first + 1, last + 1) for seq, first, last in segments)
         labels = max(labels, sum(int(np.count_nonzero(mask)) for mask in targets))
     longest, each = int(sizes.max()), 1 if packed else tokens.sequences_per_sample
+    rows = data.global_batch_size if data.streamed else min(data.global_batch_size, plan.num_rows)
     lines = micro_batch_size * (1 if unpaired else each)
     length = trained if unpaired else longest
     return MicrobatchShape(
         rows=lines,
         length=-(-length // lines) if packed else length,
         labels=labels,
-        num_microbatches=data.global_batch_size // (dp_size * micro_batch_size),
+        num_microbatches=-(-rows // (dp_size * micro_batch_size)),
         no_grad_ratio=longest * micro_batch_size * each / (length * lines) - 1,
         longest_sequence=int((plan.segments[:, 2] - plan.segments[:, 1]).max()),
     )

@@ -127,6 +127,13 @@ def test_padded_rows(folder: Path) -> None:
     assert work.labels == pytest.approx((audit.tokens - 12) / 3)
 
 
+def test_an_epoch_that_is_shorter_than_a_step(folder: Path) -> None:
+    """Eight ranks share its 12 rows, two in a micro-batch, so that no gradients are accumulated."""
+    found = case(folder, "data.packing=none", "run.global_batch_size=64", "run.micro_batch_size=2")
+    assert replace(found, layout=fsdp2(8), world_size=8).microbatch.num_microbatches == 1
+    assert replace(found, layout=fsdp2(4), world_size=4).microbatch.num_microbatches == 2
+
+
 def test_the_arithmetic_of_a_step(folder: Path) -> None:
     found = case(folder, "data.packing=none", "run.max_steps=3")
     work, loader = step_work(found), found.data.train_loader
@@ -247,7 +254,7 @@ def test_a_link_is_chosen_by_the_ranks_it_joins() -> None:
 
 
 def timed(layout: FSDP2 | Megatron, folder: Path, world_size: int) -> Any:
-    made = case(folder, "run.global_batch_size=16", data="one")
+    made = case(folder, "run.global_batch_size=16", "data.max_length=8", data="one")
     return step_time(replace(made, layout=layout, world_size=world_size, device=DEVICE), WORK)
 
 
