@@ -361,17 +361,18 @@ def build_loop(
             engine.max_over_ranks,
             requested,
             deadline,
-            save_s=0.0 if run.evaluate_only else estimated_save_s(engine, place),
+            save_s=0.0 if run.evaluate_only else estimated_save_s(experiment, engine, place),
             prune=pruner_of(record.sweep) if place.rank == 0 and not run.evaluate_only else None,
         ),
         watchdog=watchdog,
     )
 
 
-def estimated_save_s(engine: Engine, place: RankInfo) -> float:
-    """Return the seconds of a save: fp32 weights and two moments (12 bytes), at 200 MB/s on every node."""
+def estimated_save_s(experiment: Experiment, engine: Engine, place: RankInfo) -> float:
+    """Return the seconds of a save: weights and moments in fp32, at 200 MB/s on every node."""
     nodes = place.world_size // place.local_world_size
-    return float(engine.describe()["trained_parameters"]) * 12 / (200e6 * nodes)
+    moments = 0 if experiment.checkpoint.model_only else len(experiment.optimizer.moments)
+    return float(engine.describe()["trained_parameters"]) * 4 * (1 + moments) / (200e6 * nodes)
 
 
 def checkpoint_manager(

@@ -5,15 +5,22 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from components.contracts.engine import Engine
 from components.contracts.errors import ConfigError
+from components.optimizers import SGD, AdamW
+from components.rank_info import RankInfo
+from runner.config.instantiate import Experiment
 from runner.config.run_config import seconds
 from runner.config.sources import ConfigSources
 from runner.launch.final_report import resume_command
 from runner.records.job_record import SweepJob
 from runner.signals import REQUESTS, SignalHandler, handling, interrupt
+from runner.training.rank import estimated_save_s
 from runner.training.stop import StopPolicy
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
@@ -158,6 +165,19 @@ def test_time_is_left_for_a_first_save_of_unknown_length() -> None:
 
     assert at(50, save_s=0) is None
     assert at(50, save_s=60) == "run.max_time"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "model_only", "save_s"),
+    [(AdamW(), False, 12), (SGD(), False, 8), (SGD(momentum=0.0), False, 4), (AdamW(), True, 4)],
+)
+def test_the_estimate_of_a_save_counts_what_is_written(
+    optimizer: AdamW | SGD, model_only: bool, save_s: float
+) -> None:
+    options = SimpleNamespace(optimizer=optimizer, checkpoint=SimpleNamespace(model_only=model_only))
+    engine = SimpleNamespace(describe=lambda: {"trained_parameters": 400e6})
+    place = RankInfo(world_size=4, local_world_size=2)
+    assert estimated_save_s(cast("Experiment", options), cast("Engine", engine), place) == save_s
 
 
 def test_a_run_without_time_stops_at_its_first_boundary() -> None:
