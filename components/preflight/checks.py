@@ -34,9 +34,15 @@ FIRST_LENGTH = "original_max_position_embeddings"
 
 
 def check_modes(
-    mode: str, devices: int | None, device_name: str | None, *, joined: bool, evaluates: bool = False
+    mode: str,
+    devices: int | None,
+    device_name: str | None,
+    device: str,
+    *,
+    joined: bool,
+    evaluates: bool = False,
 ) -> None:
-    """Raise ConfigError if ``preflight.mode`` does not fit the other keys of preflight or the launcher."""
+    """Raise ConfigError if ``preflight.mode`` does not fit the device, its other keys or the launcher."""
     if devices is not None and mode != "plan":
         raise ConfigError(
             f"preflight.devices: is {devices}, which only preflight.mode=plan reads; set that, or leave it "
@@ -51,6 +57,11 @@ def check_modes(
         raise ConfigError(
             f"preflight.mode: is {mode}, which examines train steps, but run.evaluate_only takes none; use "
             "preflight.mode=only, or run.evaluate_only=false."
+        )
+    if mode == "rehearse" and device not in ("auto", "cuda"):
+        raise ConfigError(
+            f"run.device: is {device}, but preflight.mode=rehearse imitates a CUDA GPU, also on a machine "
+            "without one; use run.device=auto."
         )
     if joined and mode != "check":
         raise ConfigError(

@@ -368,16 +368,16 @@ def check_launch(
         checks.check_evaluated_reference(reference.choice, other=is_other)
     check_place(os.environ)
     place = RankInfo.read()
-    evaluates, joined = run.evaluate_only, place.launched
-    checks.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=joined, evaluates=evaluates)
+    name, evaluates, joined = ahead.device_name, run.evaluate_only, place.launched
+    checks.check_modes(ahead.mode, ahead.devices, name, run.device, joined=joined, evaluates=evaluates)
     checks.check_forecast(ahead.mode, experiment.parallelism, run.dtype)
-    device = "cpu" if ahead.mode == "prove" else checks.resolve_device(run.device, ahead.device_name)
+    device = "cpu" if ahead.mode == "prove" else checks.resolve_device(run.device, name)
     gpus = 0 if device == "cpu" else torch.accelerator.device_count()
     world_size = experiment.parallelism.world_size(os.environ, gpus)
     local_ranks = place.local_world_size if place.launched else world_size
     checks.check_rehearsed_rank(ahead.rank, world_size)
     if run.dtype == "fp8":
-        checks.check_float8(device, ahead.device_name, experiment.parallelism)
+        checks.check_float8(device, name, experiment.parallelism)
     if ahead.mode == "check":
         checks.check_ranks(world_size, device, local_ranks)
     checks.check_restarts(run.max_restarts, place.launched)

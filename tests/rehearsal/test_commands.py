@@ -50,7 +50,7 @@ def test_a_folder_that_has_only_a_config(parallelism: str, tmp_path: Path) -> No
     [
         (["preflight.rank=4", "parallelism=tp2pp2"], "preflight.rank"),
         (["preflight.rank=-1"], "preflight.rank"),
-        (["run.device=cpu"], "run.device"),
+        (["run.device=cpu"], "run.device: is cpu"),
         (["run.max_steps=1"], "preflight.steps: is 2, but the run has 1"),
         (["preflight.device_memory=1MiB"], "preflight.device_memory"),
     ],

@@ -57,8 +57,9 @@ class SlurmJob:
         run, layout = experiment.run, experiment.parallelism
         world_size = layout.world_size({} if tasks is None else {"WORLD_SIZE": str(tasks)}, gpus)
         ahead = experiment.preflight
-        checks.check_modes(ahead.mode, ahead.devices, ahead.device_name, joined=tasks is not None)
-        checks.check_restarts(run.max_restarts, tasks is not None)
+        name, joined = ahead.device_name, tasks is not None
+        checks.check_modes(ahead.mode, ahead.devices, name, run.device, joined=joined)
+        checks.check_restarts(run.max_restarts, joined)
         model = check_parts(experiment)
         is_known = gpus or tasks is not None or run.device == "cpu" or getattr(layout, "dp", 1) is not None
         if ahead.mode != "check" or not is_known:  # the number of ranks is that of GPUs that are not known
