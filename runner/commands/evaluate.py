@@ -44,8 +44,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 _ONLY = ("run.evaluate_only=true", "run.export=false", "run.final_sample_tokens=0")
 """Overrides of every evaluation."""
 _TRAINING = (
-    *("run.eval_every", "run.eval_every_epochs", "run.max_time"),
-    *("run.max_restarts", "run.trial_step", "run.target_loss", "run.export"),
+    *("run.eval_every", "run.eval_every_epochs", "run.eval_on_start", "run.max_time", "run.export"),
+    *("run.max_restarts", "run.trial_step", "run.target_loss"),
+    *("run.loss_spike_factor", "run.max_consecutive_skips"),
 )
 
 

@@ -50,7 +50,10 @@ from runner.training.state import TrainState
 ASSUMED_GPU = "H100"
 LARGE_RATE = 1e-3
 """Lowest learning rate that is reported as too large for most pretrained models."""
-READ_BY_STEPS = ("profiler.enabled", "run.target_loss", "run.trial_step")
+READ_BY_STEPS = (
+    *("checkpoint.save_every", "checkpoint.save_every_epochs", "profiler.enabled", "run.eval_on_start"),
+    *("run.loss_spike_factor", "run.max_consecutive_skips", "run.target_loss", "run.trial_step"),
+)
 """Options that have no effect without train steps."""
 
 

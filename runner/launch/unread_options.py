@@ -85,7 +85,11 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
     ),
     ("preflight.device_memory", lambda e: e.preflight.mode != "prove", "preflight.mode=check"),
     ("model.path", lambda e: getattr(e.model, "reads_path", True), "model=hf or model.init=pretrained"),
-    ("run.final_sample_tokens", lambda e: not e.model.scalar_head, "a stage that trains a language model"),
+    (
+        "run.final_sample_tokens",
+        lambda e: not (e.run.final_sample_tokens and e.model.scalar_head),  # 0 is off
+        "a stage that trains a language model",
+    ),
     ("parallelism.fp8_recipe parallelism.fp8_all_gather", lambda e: e.run.dtype == "fp8", "run.dtype=fp8"),
     ("parallelism.default_dp", lambda e: getattr(e.parallelism, "dp", None) is None, "parallelism.dp=null"),
 )
@@ -104,7 +108,7 @@ def check_unread_options(experiment: Experiment, config: Config, where: ConfigSo
             value = reduce(getitem, nodes, config).get(name)
             if (
                 where.chosen(key, ("sweep", "experiment"))
-                and value not in (None, False)
+                and not (value is None or value is False)  # 0 is a rank
                 and not is_read(experiment)
             ):
                 raise ConfigError(
@@ -133,15 +137,18 @@ def check_prompts(experiment: Experiment, where: ConfigSources) -> None:
 
 
 def check_planned(experiment: Experiment, where: ConfigSources) -> None:
-    """Raise ConfigError if the command line sets a key of ``parallelism`` that the search does not read.
+    """Raise ConfigError if the command line sets a key that the search chooses itself.
 
-    It reads only the number of ranks, if ``preflight.devices`` does not give it.
+    It reads the number of ranks, if ``preflight.devices`` does not give it, and keeps a micro-batch size on
+    which the loss depends.
     """
     read = () if experiment.preflight.devices else SIZES
+    keeps_size = experiment.model.moe.depends_on_microbatches
     for key in map(name_of, where.overrides):
         group, _, name = key.partition(".")
-        if group == "parallelism" and name and name not in (*read, "_target_"):
+        of_layout = group == "parallelism" and name and name not in (*read, "_target_")
+        if of_layout or (key == "run.micro_batch_size" and not keeps_size):
             raise ConfigError(
                 f"{key} ({where.of(key)}): nothing reads it, because preflight.mode=plan searches for "
-                "layouts itself; leave it out, or use preflight.mode=only."
+                "layouts and micro-batch sizes itself; leave it out, or use preflight.mode=only."
             )

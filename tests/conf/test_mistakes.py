@@ -149,6 +149,16 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["run.evaluate_only=true", "preflight.mode=rehearse"],
         ["preflight.mode: is rehearse", "run.evaluate_only", "preflight.mode=only"],
     ),
+    **{
+        f"evaluation with {option}": (
+            ["run.evaluate_only=true", option],
+            [f"{option.partition('=')[0]}: run.evaluate_only takes no step"],
+        )
+        for option in (
+            *("checkpoint.save_every=2", "checkpoint.save_every_epochs=1", "run.eval_on_start=true"),
+            *("run.loss_spike_factor=3", "run.max_consecutive_skips=2"),
+        )
+    },
     "several values without a sweep": (
         ["optimizer.lr=1e-3,1e-4"],
         ["optimizer.lr=1e-3,1e-4 (", "use -m for a sweep of them, or optimizer.lr=[1e-3,1e-4] if it"],

@@ -682,6 +682,16 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "parallelism.cpu_offload",
         "preflight.mode=plan searches for layouts",
     ),
+    "a micro-batch size in a search for layouts": (
+        ("preflight.mode=plan", "preflight.devices=8", "run.micro_batch_size=4"),
+        "run.micro_batch_size",
+        "preflight.mode=plan searches for layouts and micro-batch sizes",
+    ),
+    "the first rank without a rehearsal": (
+        ("preflight.rank=0",),
+        "preflight.rank",
+        "preflight.mode=rehearse",
+    ),
     "no devices": (("preflight.mode=plan", "preflight.devices=0"), "preflight.devices", "at least 1"),
     "device of a run": (("preflight.device_name=H100",), "preflight.device_name", "preflight.mode=only"),
     "device that is none": (

@@ -7,6 +7,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from components.contracts.errors import ConfigError
 from runner.commands.arguments import parse_pairs
 from runner.commands.evaluate import evaluation
+from runner.config.sources import name_of
+from runner.launch.checks import READ_BY_STEPS
 from runner.launch.prepare import with_absolute_paths
 from runner.records.renamed_keys import RENAMED
 from runner.records.run_dir import write_config
@@ -36,6 +38,12 @@ def test_options_of_the_training_data_are_not_taken_over(tmp_path: Path) -> None
     hub = evaluation([f"checkpoint={tmp_path}", "data.eval=hub:x", "data.eval_split=dev"])
     assert "data.stopping_strategy=first_exhausted" in hub
     assert not {"data.split=null", "data.eval_split=null"} & {*hub}
+
+
+def test_options_that_only_steps_read_are_not_taken_over(tmp_path: Path) -> None:
+    """``run.evaluate_only`` refuses them if they are typed."""
+    RunRecord(overrides=[f"{name}=1" for name in READ_BY_STEPS]).write(tmp_path)
+    assert not {*READ_BY_STEPS} & {name_of(word) for word in evaluation([f"checkpoint={tmp_path}"])}
 
 
 def test_a_run_is_evaluated_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
