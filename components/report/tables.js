@@ -40,9 +40,9 @@ function setting(value) {
 
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "";
-  if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
-  const minutes = Math.floor(seconds / 60);
-  return minutes < 60 ? `${minutes} min ${Math.round(seconds % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  const whole = Math.round(seconds), minutes = Math.floor(whole / 60);
+  if (!minutes) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+  return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 /** Return a number with fixed decimals, so that those of a column are aligned. */

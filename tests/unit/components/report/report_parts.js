@@ -66,6 +66,7 @@ found.names = run("data.runs.map((_, index) => state.name(index))");
 found.charts = named.charts.children.map((chart) => chart.children[0].textContent);
 found.reload_ms = timers.map(([, ms]) => ms);
 found.fixed = run("[0.5, 12.34567, 1234.5, 0, 1e-7, null].map((value) => fixed(value, 4))");
+found.durations = run("[1.25, 59.4, 59.7, 119.7, 3599.7].map(duration)");
 if (timers.length) {
   run("state.toggle(0)");
   timers[0][0]();

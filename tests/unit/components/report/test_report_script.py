@@ -63,6 +63,7 @@ def test_the_table_has_names_and_aligned_numbers(found: dict[str, Any]) -> None:
     assert ["right", "1.0000"] in best
     assert found["names"] == ["tuned · lr=0.01", "tuned · lr=0.5", "tuned · lr=1.0", "tuned · lr=4.0 · kto"]
     assert found["fixed"] == ["0.5000", "12.3457", "1,234.5000", "0.0000", "1e-7", ""]
+    assert found["durations"] == ["1.3 s", "59 s", "1 min 0 s", "2 min 0 s", "1 h 0 min"]
 
 
 def test_curves_are_drawn_along_steps_tokens_or_seconds(found: dict[str, Any]) -> None:
