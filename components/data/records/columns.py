@@ -1,9 +1,12 @@
 """Rename the fields of a record, and the keys and roles of its messages, to the names that formats use."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 
 from components.contracts.json_types import Json
 from components.data.records.options import MESSAGE_KEYS, RecordError, RecordOptions
+
+log = logging.getLogger(__name__)
 
 NOT_MESSAGES = ("tools", "chat_template_kwargs")
 """Fields whose objects are not messages, although their keys may have the same names."""
@@ -64,13 +67,14 @@ def _displaced(fields: Mapping[str, object], columns: Mapping[str, str]) -> Iter
 
 
 def check_columns(records: Iterable[tuple[Mapping[str, object], str]], options: RecordOptions) -> None:
-    """Raise RecordError if a name in ``data.columns`` is in none of ``records`` (with origins).
+    """Raise RecordError if a field that ``data.columns`` names is in none of ``records`` (with origins).
 
-    It is the name of a field, or of a key of messages. No more records are read than are needed to find all.
+    Only a warning names a missing key ``train`` of messages, which later records may have. ``read_message``
+    refuses messages without a role or content. No more records are read than are needed to find all.
     """
     if options.only_columns:
         return  # optional fields may be missing
-    missing = dict(options.columns)
+    missing = {ours: theirs for ours, theirs in options.columns.items() if ours not in ("role", "content")}
     fields: dict[str, None] = {}
     keys: dict[str, None] = {}
     places: list[str] = []
@@ -82,17 +86,22 @@ def check_columns(records: Iterable[tuple[Mapping[str, object], str]], options: 
         missing = {
             ours: theirs
             for ours, theirs in missing.items()
-            if theirs not in (keys if ours in MESSAGE_KEYS else fields)
+            if theirs not in (keys if ours == "train" else fields)
         }
         if not missing:
             return
         places.append(origin)
+    flag = missing.pop("train", None)
     for ours, theirs in missing.items() if places else ():
-        seen, what = (keys, "message with a key") if ours in MESSAGE_KEYS else (fields, "field")
-        remedy = f"Use one of those found: {', '.join(map(str, seen))}" if seen else "Leave it out"
         raise RecordError(
-            f"{places[0]}: data.columns.{ours}: no record from here to {places[-1]} has a {what} "
-            f"{theirs!r}.\n{remedy}."
+            f"{places[0]}: data.columns.{ours}: no record from here to {places[-1]} has a field {theirs!r}.\n"
+            f"Use one of the fields found: {', '.join(map(str, fields))}."
+        )
+    if flag is not None and keys:
+        log.warning(
+            "%s: data.columns.train: no record from here to %s has a message with a key %r; "
+            "check the name. The keys found are %s.",
+            *(places[0], places[-1], flag, ", ".join(map(str, keys))),
         )
 
 

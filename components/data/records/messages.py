@@ -135,7 +135,8 @@ def read_message(raw: object, where: str, origin: str) -> Message:
     name, role = raw.get("role") or raw.get("from"), _role(raw)
     if role not in ROLES:
         known = ", ".join([*ROLES, *SPELLINGS])
-        remedy = f"Use 'role' or 'from' with one of: {known}; or name the role in data.roles."
+        named = "name the role in data.roles" if name else "name its key in data.columns.role"
+        remedy = f"Use 'role' or 'from' with one of: {known}; or {named}."
         fail(origin, f"{where} has the role {name!r}", remedy)
     content = raw.get(_present(raw, "content", "value"))
     if content is None and role != "assistant":

@@ -369,20 +369,25 @@ def test_names_of_columns_and_roles() -> None:
         RecordError, match=r"f:1: data\.columns\.system: no record from here to f:2 has a field 'setting'"
     ):
         check_columns([({"dialog": []}, "f:1"), ({"dialog": []}, "f:2")], options)
-    named = [(record, "f:1"), ({"dialog": {"who": "agent", "trained": False}}, "f:2")]
-    check_columns(named, RecordOptions(columns={"train": "trained"}))
-    with pytest.raises(
-        RecordError, match=r"has a message with a key 'trian'\.\nUse .*: who, said, trained\."
-    ):
-        check_columns(named, RecordOptions(columns={"train": "trian"}))
-    with pytest.raises(
-        RecordError, match=r"from here to t:1 has a message with a key 'from'\.\nLeave it out\."
-    ):
-        check_columns(
-            [({"text": "x", "tools": [{"from": 1}]}, "t:1")], RecordOptions(columns={"role": "from"})
-        )
     question = RecordOptions(format="alpaca", columns={"prompt": "question", "response": "answer"})
     assert normalize({"question": "U", "answer": "A"}, question, "f:1")[0] == ChatSample([U, A], None)
+
+
+def test_a_key_of_messages_that_none_has(caplog: pytest.LogCaptureFixture) -> None:
+    standard, plain = {"messages": [U, A]}, {"prompt": "U", "completion": "A", "about": {"id": 3}}
+    options = RecordOptions(format="messages", columns={"role": "rloe", "content": "text"})
+    check_columns([(standard, "f:1"), (plain, "f:2")], options)
+    assert normalize(standard, options, "f:1") == (ChatSample([U, A], None), [])
+    with pytest.raises(RecordError, match=r"has the role None\. .* name its key in data\.columns\.role"):
+        normalize({"messages": [{"who": "user", "text": "U"}]}, options, "f:1")
+    own = [({"text": "x"}, "f:1"), ({"messages": [{**U, "trained": False}]}, "f:2")]
+    check_columns(own, RecordOptions(columns={"train": "trained"}))
+    check_columns(own[:1], RecordOptions(columns={"train": "trained"}))
+    assert not caplog.messages
+    check_columns(own, RecordOptions(columns={"train": "trian"}))
+    [warning] = caplog.messages
+    assert warning.startswith("f:1: data.columns.train: no record from here to f:2 has a message with a key")
+    assert warning.endswith("The keys found are role, content, trained.")
 
 
 def test_names_of_messages_do_not_rename_the_keys_of_tools() -> None:
