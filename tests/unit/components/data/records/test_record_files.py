@@ -177,6 +177,7 @@ def test_jsonl_is_streamed(tmp_path: Path) -> None:
         ("a.json", b'[{"text": "x"}, 3]', "a.json:2: is a JSON int, not an object"),
         ("a.jsonl", b'{"text": "x"}\n["x"]', "a.jsonl:2: is a JSON list, not an object"),
         ("a.json", b'{"text": "x"}\n{"text": "x"', "a.json:2: malformed JSON"),
+        ("a.json", b'{\r\n  "turns": [\r\n    {"role" "user"}\r\n  ]\r\n}', "a.json:3: malformed JSON"),
         (
             "a.jsonl",
             b'{"text": 1\n{"text": "x"}',
