@@ -297,46 +297,35 @@ def _kind(value: object) -> str:
 
 
 def _read_csv(path: Path, reading: Reading) -> Iterator[Item]:
-    """Read a csv file, whose first row names the fields; a record's origin is the line on which it begins."""
-    rows = _csv_rows(path, reading)
-    names, _ = next(rows, ([], ""))
-    if isinstance(names, Unreadable):
-        raise names.error
-    if any(len(name) > _MAX_NAME or "\n" in name for name in names) or len(set(names)) < len(names):
-        raise ConfigError(f"{path}:1: is not a header with distinct field names. Begin the csv with one.")
-    for row, origin in rows:
-        if isinstance(row, Unreadable):
-            yield row, origin
-        elif row and len(row) != len(names):
-            what = f"{origin}: has {len(row)} cells under {len(names)} names. Correct this row."
-            yield Unreadable(RecordError(what)), origin
-        elif row:
-            yield dict(zip(names, row, strict=True)), origin
+    """Read a csv file, whose first row names the fields; a record's origin is the line on which it begins.
 
-
-def _csv_rows(path: Path, reading: Reading) -> Iterator[tuple[list[str] | Unreadable, str]]:
-    """Yield the rows of a csv file with their origins.
-
-    Raises:
-        ConfigError: if a quote is not closed, so that it takes in the rest of the file.
+    A malformed row ends the reading, since nothing shows where the next row begins.
     """
     csv.field_size_limit(2**31 - 1)  # a document may well be longer than the default of 128 KiB
+    line = 1
     with reading.open(path) as file:
         rows = csv.reader(file, strict=True)
-        while True:
+        try:
+            names = next(rows, [])
+            if fault := _not_utf8(" ".join(names), path, line):
+                raise fault
+            if any(len(name) > _MAX_NAME or "\n" in name for name in names) or len(set(names)) < len(names):
+                raise ConfigError(
+                    f"{path}:1: is not a header with distinct field names. Begin the csv with one."
+                )
             line = rows.line_num + 1
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                fault = RecordError(f"{path}:{line}: malformed csv ({error}). Correct this row.")
-                if str(error) == "unexpected end of data":
-                    raise fault from error
-                yield Unreadable(fault), f"{path}:{line}"
-            else:
-                not_utf8 = _not_utf8(" ".join(row), path, line)
-                yield (Unreadable(not_utf8) if not_utf8 else row), f"{path}:{line}"
+            for row in rows:
+                begin, line = line, rows.line_num + 1
+                origin = f"{path}:{begin}"
+                if fault := _not_utf8(" ".join(row), path, begin):
+                    yield Unreadable(fault), origin
+                elif row and len(row) != len(names):
+                    what = f"{origin}: has {len(row)} cells under {len(names)} names. Correct this row."
+                    yield Unreadable(RecordError(what)), origin
+                elif row:
+                    yield dict(zip(names, row, strict=True)), origin
+        except csv.Error as error:
+            raise ConfigError(f"{path}:{line}: malformed csv ({error}). Correct this row.") from error
 
 
 def _read_parquet(path: Path, reading: Reading) -> Iterator[Item]:
