@@ -125,7 +125,7 @@ OF_THE_DIFFERENCE = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "robus
 """Losses of the difference of two scores, in which the partition function of any f-divergence cancels."""
 
 SMOOTHED_BY_DESIGN = frozenset({"robust", "exo_pair"})
-"""Losses that TRL smooths. In a list with one of them, as in TRL, no other loss is smoothed."""
+"""The losses above that TRL smooths. In a list with one of them, as in TRL, no other loss is smoothed."""
 
 
 def loss_options(loss: PairLoss) -> frozenset[str]:

@@ -540,6 +540,12 @@ def test_trl(imported: Run, stage: str, added: str, expected: dict[str, object])
     check(imported("trl", text, f"stage={stage}"), TRAINER | {"run.global_batch_size": 8} | expected)
 
 
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
+def test_an_option_that_trl_reads_in_a_loss_without_equivalent_is_needed(imported: Run, loss: str) -> None:
+    text = f"model_name_or_path: m\ndataset_name: org/chats\nlabel_smoothing: 0.1\nloss_type: {loss}"
+    assert "stage.label_smoothing=0.1" in imported("trl", text, "stage=dpo").out
+
+
 def test_a_command_line_of_trl(imported: Run) -> None:
     answer = imported("trl", TRL_DPO, "ranks=2", suffix=".sh")
     assert "#   num_train_epochs: max_steps takes precedence" in answer.out

@@ -57,6 +57,9 @@ UNREAD_THERE: Mapping[str, tuple[Sequence[str], str]] = {
 }
 """Option -> the stages in which the other tool does not read it either, and the reason."""
 
+SMOOTHED_BY_TRL = frozenset({"aot", "aot_unpaired", "exo_pair", "robust"})
+"""Losses of TRL's DPO in which ``label_smoothing`` is read."""
+
 
 def choose_loss(work: Translation) -> None:
     """Translate the options of the loss whose meaning depends on the stage."""
@@ -71,8 +74,9 @@ def choose_loss(work: Translation) -> None:
         elif kind is not None:
             work.lacks("loss_type", "stage=sft has the negative log-likelihood only")
     losses = as_list(work.left.get("loss_type", "sigmoid"))
-    if work.tool == "trl" and stage == "dpo" and not {"robust", "exo_pair"} & {*losses}:
-        why = "TRL reads it in robust and exo_pair only; give stage.label_smoothing for conservative DPO"
+    if work.tool == "trl" and stage == "dpo" and SMOOTHED_BY_TRL.isdisjoint(losses):
+        of = ", ".join(sorted(SMOOTHED_BY_TRL))
+        why = f"TRL reads it in {of} only; give stage.label_smoothing for conservative DPO"
         work.skip("label_smoothing", why)
     share = work.take("pref_ftx")
     if share and stage in ("dpo", "cpo", "simpo"):
