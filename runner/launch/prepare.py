@@ -174,15 +174,3 @@ def reference_cache(launch: RunPreparation, data: Prepared) -> ReferenceCache | 
     how = "computed now, once, into" if lacking else "read from"
     launch.console.print(f"reference: {how} {folder}", soft_wrap=True, highlight=False)
     return ReferenceCache(str(folder), compute=lacking)
-
-
-def prepare_node(launch: RunPreparation, folder: Path) -> None:
-    """Prepare the data on another node than that of rank 0, for the run in ``folder``.
-
-    If only the cache of this node lacks log-probabilities of the reference, all ranks compute them, because
-    they read the record after this.
-    """
-    data, record = launch.prepare_data(), RunRecord.read(folder)
-    reference = record.reference
-    if reference is not None and data.missing_reference_logps(Path(reference.folder)):
-        replace(record, reference=replace(reference, compute=True)).write(folder)

@@ -74,13 +74,12 @@ def agree_on_folder(
     store: dist.Store,
     environ: Mapping[str, str],
     prepare: Callable[[], Path],
-    prepare_node: Callable[[Path], object],
+    prepare_data: Callable[[], object],
 ) -> Path:
-    """Call ``prepare`` on rank 0 and then ``prepare_node`` on the first rank of every other node.
+    """Call ``prepare`` on rank 0 and then ``prepare_data`` on the first rank of every other node.
 
     Every rank calls this function, which returns the folder that ``prepare`` returned on rank 0 when every
-    node is ready. ``prepare_node`` is called with this folder. On the rank where it occurs, an error is
-    raised again.
+    node is ready. On the rank where it occurs, an error is raised again.
 
     Raises:
         ConfigError: if the folder does not exist on this node; on rank 0, if another rank raised an error.
@@ -92,13 +91,13 @@ def agree_on_folder(
         if place.rank == 0:
             store.set(f"{round_key}/folder", str(prepare()))
     folder = Path(store.get(f"{round_key}/folder").decode())
-    with together(store, f"{round_key}/nodes", place, PATIENCE):
+    with together(store, f"{round_key}/data", place, PATIENCE):
+        if place.node and place.local_rank == 0:
+            prepare_data()
         if not folder.is_dir():
             raise ConfigError(
                 f"run.output_dir: this node does not see {folder}; put it on a shared filesystem."
             )
-        if place.node and place.local_rank == 0:
-            prepare_node(folder)
     return folder
 
 

@@ -18,7 +18,7 @@ from runner.launch.checks import RunPreparation, check_launch, inspect
 from runner.launch.final_report import check_saved, newest_checkpoint, print_stopped, print_summary
 from runner.launch.out_of_memory import advising
 from runner.launch.plan import print_forecast
-from runner.launch.prepare import prepare, prepare_node
+from runner.launch.prepare import prepare
 from runner.launch.prove import print_proof
 from runner.launch.rehearse import print_rehearsal
 from runner.launch.restart import run_with_restarts
@@ -86,8 +86,7 @@ def run_launched(launch: RunPreparation, place: RankInfo, on_folder: Callable[[P
     Rank 0 also prepares and concludes the run.
     """
     store = rendezvous.connect(os.environ)
-    preparations = partial(prepare, launch), partial(prepare_node, launch)
-    folder = rendezvous.agree_on_folder(store, os.environ, *preparations)
+    folder = rendezvous.agree_on_folder(store, os.environ, partial(prepare, launch), launch.prepare_data)
     on_folder(folder)
     if place.rank != 0:
         with reporting_failures(folder):

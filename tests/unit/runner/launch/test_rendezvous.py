@@ -7,8 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -16,9 +14,7 @@ import torch.distributed as dist
 
 from components.contracts.errors import MISTAKE, ConfigError
 from runner.launch import rendezvous, spawn
-from runner.launch.prepare import prepare_node
 from runner.launch.rendezvous import agree_on_folder, connect, host_loopback_store
-from runner.records.run_record import ReferenceCache, RunRecord
 from tests.patience import patience
 
 LOCAL = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
@@ -111,7 +107,7 @@ def test_all_ranks_learn_of_a_mistake(
     monkeypatch.setattr(rendezvous, "PATIENCE", timedelta(seconds=patience(10)))
     store = dist.HashStore()
 
-    def prepare(part: str, *_: Path) -> Path:
+    def prepare(part: str) -> Path:
         if part == fails:
             raise ConfigError("data.train: is no file")
         return tmp_path
@@ -124,7 +120,7 @@ def test_all_ranks_learn_of_a_mistake(
         except SystemExit as ended:
             return ended.code
         except ConfigError as error:  # only rank 0 knows how many ranks have been told
-            told = [store.add(f"runner/0/{step}/told", 0) for step in ("prepare", "nodes")]
+            told = [store.add(f"runner/0/{step}/told", 0) for step in ("prepare", "data")]
             return str(error), max(told) if number == 0 else None
 
     with ThreadPoolExecutor(4) as pool:
@@ -138,14 +134,3 @@ def test_all_ranks_learn_of_a_mistake(
             "node 1": [(f"node 1: {words}", 4), MISTAKE, (words, None), MISTAKE],
         }[fails]
     )
-
-
-@pytest.mark.parametrize("lacking", [True, False])
-def test_a_node_without_the_reference_in_its_cache_has_it_computed(tmp_path: Path, lacking: bool) -> None:
-    data = SimpleNamespace(missing_reference_logps=lambda folder: lacking and folder == tmp_path / "cache")
-    launch: Any = SimpleNamespace(prepare_data=lambda: data)
-    RunRecord(reference=ReferenceCache(str(tmp_path / "cache"), compute=False)).write(tmp_path)
-    prepare_node(launch, tmp_path)
-    reference = RunRecord.read(tmp_path).reference
-    assert reference is not None
-    assert reference.compute == lacking
