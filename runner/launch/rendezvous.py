@@ -8,8 +8,7 @@ it finds the cache if the filesystem is shared, and builds it otherwise.
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,11 +18,7 @@ from components.contracts.errors import MISTAKE, ConfigError
 from components.rank_info import RankInfo
 
 PATIENCE = timedelta(days=2)
-"""Time limit for the wait of ranks while others tokenise the data."""
-ARRIVAL = timedelta(minutes=30)
-"""Time limit for the wait of rank 0, after its preparation, for ranks that are still starting."""
-FAREWELL = timedelta(minutes=1)
-"""Time limit for the wait of rank 0, after an error, for ranks that do not know of it."""
+"""Time limit for the wait of the other ranks while the data is tokenised."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -76,58 +71,44 @@ def agree_on_folder(
     prepare: Callable[[], Path],
     prepare_data: Callable[[], object],
 ) -> Path:
-    """Call ``prepare`` on rank 0 and then ``prepare_data`` on the first rank of every other node.
+    """Call ``prepare`` on rank 0 and ``prepare_data`` on the first rank of every other node.
 
-    Every rank calls this function, which returns the folder that ``prepare`` returned on rank 0 when every
-    node is ready. On the rank where it occurs, an error is raised again.
+    Every rank calls this function, which returns the folder that ``prepare`` returned on rank 0. On rank 0,
+    errors of ``prepare`` are raised again.
 
     Raises:
-        ConfigError: if the folder does not exist on this node; on rank 0, if another rank raised an error.
-        SystemExit: on the other ranks, with code MISTAKE, if another rank raised an error.
+        ConfigError: if the folder does not exist on this node.
+        SystemExit: on the other ranks, with code MISTAKE, if ``prepare`` failed.
     """
     round_key = f"runner/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     place = RankInfo.read(environ)
-    with together(store, f"{round_key}/prepare", place, PATIENCE if place.rank else ARRIVAL):
-        if place.rank == 0:
-            store.set(f"{round_key}/folder", str(prepare()))
-    folder = Path(store.get(f"{round_key}/folder").decode())
-    with together(store, f"{round_key}/data", place, PATIENCE):
-        if place.node and place.local_rank == 0:
+    if place.rank == 0:
+        return publish(store, round_key, prepare)
+    answer = receive(store, round_key)
+    if "error" in answer:
+        raise SystemExit(MISTAKE)
+    if place.node:
+        node_key = f"{round_key}/node/{place.node}"
+        if place.local_rank == 0:
             prepare_data()
-        if not folder.is_dir():
-            raise ConfigError(
-                f"run.output_dir: this node does not see {folder}; put it on a shared filesystem."
-            )
+            store.set(node_key, "{}")
+        receive(store, node_key)
+    folder = Path(answer["folder"])
+    if not folder.is_dir():
+        raise ConfigError(f"run.output_dir: this node does not see {folder}; put it on a shared filesystem.")
     return folder
 
 
-@contextmanager
-def together(store: dist.Store, key: str, place: RankInfo, patience: timedelta) -> Iterator[None]:
-    """Wait at the end of the context until all ranks are there, or one of them has raised an error.
-
-    Raises:
-        ConfigError: on rank 0, if another rank raised an error.
-        SystemExit: on the other ranks, with code MISTAKE, if another rank raised an error.
-    """
+def publish(store: dist.Store, key: str, prepare: Callable[[], Path]) -> Path:
     try:
-        yield
+        folder = prepare()
     except BaseException as error:
-        store.set(key, json.dumps({"error": f"node {place.node}: {error}"}))
-        part(store, key, place)
+        store.set(key, json.dumps({"error": str(error)}))
         raise
-    if store.add(f"{key}/arrived", 1) == place.world_size:
-        store.set(key, "{}")
-    store.wait([key], patience)
-    answer = json.loads(store.get(key))
-    if "error" in answer:
-        part(store, key, place)
-        raise ConfigError(answer["error"]) if place.rank == 0 else SystemExit(MISTAKE)
+    store.set(key, json.dumps({"folder": str(folder)}))
+    return folder
 
 
-def part(store: dist.Store, key: str, place: RankInfo) -> None:
-    """Note that this rank knows of an error; on rank 0, with which the store may end, wait until all do."""
-    if store.add(f"{key}/told", 1) == place.world_size:
-        store.set(f"{key}/all_told", "")
-    if place.rank == 0:
-        with suppress(dist.DistError):  # a rank may have ended before it came here
-            store.wait([f"{key}/all_told"], FAREWELL)
+def receive(store: dist.Store, key: str) -> dict[str, str]:
+    store.wait([key], PATIENCE)
+    return json.loads(store.get(key))

@@ -1,21 +1,17 @@
-"""Which network interfaces the ranks' store listens on, and what ranks learn of errors of others."""
+"""Which network interfaces the ranks' store listens on."""
 
 import os
 import socket
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch.distributed as dist
 
-from components.contracts.errors import MISTAKE, ConfigError
-from runner.launch import rendezvous, spawn
-from runner.launch.rendezvous import agree_on_folder, connect, host_loopback_store
-from tests.patience import patience
+from components.contracts.errors import ConfigError
+from runner.launch import spawn
+from runner.launch.rendezvous import connect, host_loopback_store
 
 LOCAL = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 NODES = {"MASTER_ADDR": "127.0.0.1"}
@@ -98,39 +94,3 @@ def test_a_rank_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
         ConfigError, match=r"^MASTER_ADDR=10\.1\.2\.3, MASTER_PORT=29500: rank 0 does not answer"
     ):
         connect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.1.2.3"})
-
-
-@pytest.mark.parametrize("fails", [None, "rank 0", "node 1"])
-def test_all_ranks_learn_of_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str | None
-) -> None:
-    monkeypatch.setattr(rendezvous, "PATIENCE", timedelta(seconds=patience(10)))
-    store = dist.HashStore()
-
-    def prepare(part: str) -> Path:
-        if part == fails:
-            raise ConfigError("data.train: is no file")
-        return tmp_path
-
-    def rank(number: int) -> object:
-        place = {"RANK": number, "LOCAL_RANK": number % 2, "GROUP_RANK": number // 2}
-        environ = {key: str(value) for key, value in (place | {"WORLD_SIZE": 4}).items()}
-        try:
-            return agree_on_folder(store, environ, partial(prepare, "rank 0"), partial(prepare, "node 1"))
-        except SystemExit as ended:
-            return ended.code
-        except ConfigError as error:  # only rank 0 knows how many ranks have been told
-            told = [store.add(f"runner/0/{step}/told", 0) for step in ("prepare", "data")]
-            return str(error), max(told) if number == 0 else None
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(rank, range(4)))
-    words = "data.train: is no file"
-    assert (
-        found
-        == {
-            None: [tmp_path] * 4,
-            "rank 0": [(words, 4), MISTAKE, MISTAKE, MISTAKE],
-            "node 1": [(f"node 1: {words}", 4), MISTAKE, (words, None), MISTAKE],
-        }[fails]
-    )
