@@ -17,10 +17,9 @@ never searched for headers, so an answer that looks like a header is not mistake
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -33,8 +32,6 @@ from components.data.records.options import RecordError
 from components.data.records.samples import ChatSample, Message, PreferenceSample, Tool, UnpairedSample
 from components.data.tokenize.template_limits import limited_memory, limited_time
 from components.json_text import one_line
-
-T = TypeVar("T")
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE = "\ue000"  # in the private use area: no template strips, escapes or tests for it
@@ -74,17 +71,23 @@ class Template:
         Raises:
             RecordError: if the template refuses the messages or fails.
         """
+        fitting = self.with_fitting_arguments(messages)
         try:
             with limited_memory(), limited_time():
-                return _with_fitting_arguments(
-                    lambda fitting: self.tokenizer.apply_chat_template(
-                        fitting, tools=self.tools, tokenize=False, add_generation_prompt=prompt, **self.kwargs
-                    ),
-                    messages,
+                text: str = self.tokenizer.apply_chat_template(
+                    fitting, tools=self.tools, tokenize=False, add_generation_prompt=prompt, **self.kwargs
                 )
+                return text
         except FAILURES as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise self.error(f"refuses this conversation ({reason})") from error
+
+    def with_fitting_arguments(self, messages: list[Message]) -> list[Message]:
+        """Return the messages with the arguments of calls as JSON text if the template needs that."""
+        has_calls = any(message.get("tool_calls") for message in messages)
+        if not has_calls or not _needs_text(self.tokenizer, self.source):
+            return messages
+        return [_with_arguments_as_text(message) for message in messages]
 
     def conversation(self, messages: list[Message]) -> "Conversation":
         """Render and tokenise ``messages``, adding no special token to those that the template writes.
@@ -137,15 +140,27 @@ class Template:
         )
 
 
-def _with_fitting_arguments(render: Callable[[list[Message]], T], messages: list[Message]) -> T:
-    """Return ``render(messages)``; if that fails with a TypeError, with the arguments of calls as JSON text.
+@lru_cache(maxsize=8)
+def _needs_text(tokenizer: PreTrainedTokenizerBase, source: str) -> bool:
+    """Return whether the template writes the arguments of a call only if they are JSON text.
 
-    Some templates, such as DeepSeek-V3's, concatenate the arguments with other text.
+    Some templates, such as DeepSeek-V3's, concatenate the arguments with other text. A call with a string
+    decides this for all records, so that a value of another type does not change how calls are written.
     """
-    try:
-        return render(messages)
-    except TypeError:
-        return render([_with_arguments_as_text(message) for message in messages])
+    function = {"name": "f", "arguments": {"a": "b"}}
+    call = {"type": "function", "id": "call00000", "function": function}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    question = {"role": "user", "content": "a"}
+
+    def failure(answer: Message) -> Exception | None:
+        try:
+            with limited_memory(), limited_time():
+                tokenizer.apply_chat_template([question, answer], chat_template=source, tokenize=False)
+        except FAILURES as error:
+            return error
+        return None
+
+    return isinstance(failure(answer), TypeError) and failure(_with_arguments_as_text(answer)) is None
 
 
 def _with_arguments_as_text(message: Message) -> Message:
@@ -355,16 +370,13 @@ def _marked(chat: Conversation, num_turns: int) -> list[Span]:
         RecordError: if the number of spans is not ``num_turns``.
     """
     template = chat.template
-    [text], [marked] = _with_fitting_arguments(
-        lambda fitting: render_jinja_template(
-            conversations=[fitting],
-            tools=template.tools,
-            chat_template=template.source,
-            return_assistant_tokens_mask=True,
-            add_generation_prompt=False,
-            **{**template.tokenizer.special_tokens_map, **template.kwargs},
-        ),
-        chat.messages,
+    [text], [marked] = render_jinja_template(
+        conversations=[template.with_fitting_arguments(chat.messages)],
+        tools=template.tools,
+        chat_template=template.source,
+        return_assistant_tokens_mask=True,
+        add_generation_prompt=False,
+        **{**template.tokenizer.special_tokens_map, **template.kwargs},
     )
     assert text == chat.text
     spans = [(start, end) for start, end in marked if start < end]

@@ -334,6 +334,25 @@ def test_template_that_needs_the_arguments_of_a_call_as_text(mark: tuple[str, st
     assert targets(encoded, tokenizer) == ['{"zone": "東京"}<|im_end|>']
 
 
+@pytest.mark.parametrize("otherwise", ["", "{%- if args is string -%}{{- args -}}{%- else -%}"])
+def test_a_value_that_a_template_cannot_write_does_not_change_the_form_of_the_arguments(
+    otherwise: str,
+) -> None:
+    write = "{%- for k, v in args.items() -%}{{- '<' + k + '>' + v -}}{%- endfor -%}"
+    tokenizer = make_tokenizer(
+        "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content -}}{%- for call in m.tool_calls -%}"
+        f"{{%- set args = call.function.arguments -%}}{otherwise}{write}{'{%- endif -%}' * bool(otherwise)}"
+        "{%- endfor -%}{{- '<|im_end|>' -}}{%- endfor -%}"
+    )
+    written, unwritten = (
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": args}}]}
+        for args in ({"n": "1"}, {"n": 1})
+    )
+    assert targets(encode_chat([CHAT[1], written], tokenizer), tokenizer) == ["<n>1<|im_end|>"]
+    with pytest.raises(ConfigError, match=r'can only concatenate str .not "int"'):
+        encode_chat([CHAT[1], written, CHAT[1], unwritten], tokenizer)
+
+
 # Reasoning is written after the last question only, and calls begin a line (as in Qwen3.5).
 DROPS_AND_CALLS = """
 {%- for m in messages -%}
