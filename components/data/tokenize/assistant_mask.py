@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import eq
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -88,6 +89,10 @@ class Template:
         if not has_calls or not _needs_text(self.tokenizer, self.source):
             return messages
         return [_with_arguments_as_text(message) for message in messages]
+
+    def token_ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
 
     def conversation(self, messages: list[Message]) -> "Conversation":
         """Render and tokenise ``messages``, adding no special token to those that the template writes.
@@ -329,19 +334,43 @@ def _probed_end(message: Message) -> Message:
 
 
 def _after_other_stop(chat: Conversation, turn: int, end: int, closing: str) -> int:
-    """Return the end of the stop token at ``end`` if the template ends the last turn with another one.
+    """Return the end of the stop token after ``end`` if the template ends the last turn with another one.
 
     ``closing`` is what the template writes after the last turn. If it does not begin with a stop token, or if
-    the token at ``end`` is all that precedes the next content, and so its header, ``end`` is returned.
+    the token after ``end`` may belong to the next header, ``end`` is returned. Whitespace before these tokens
+    belongs to the answer.
     """
-    first = chat.template.tokenizer(closing, add_special_tokens=False)["input_ids"][:1]
+    first = chat.template.token_ids(closing.lstrip())[:1]
     content = _position(chat, turn + 1, _probed(chat.messages[turn + 1], at_end=False))
     if not first or content is None:
         return end
-    token = bisect_left(chat.offsets, (end, end + 1))
+    begin = len(chat.text) - len(chat.text[end:].lstrip())
+    token = bisect_left(chat.offsets, (begin, begin + 1), hi=len(chat.offsets) - 1)
     start, stop = chat.offsets[token]
-    are_stops = {*first, chat.input_ids[token]} <= chat.template.stop_ids
-    return stop if start == end and are_stops and chat.text[stop:content].strip() else end
+    are_stops = start == begin and {*first, chat.input_ids[token]} <= chat.template.stop_ids
+    has_header = bool(chat.text[stop:content].strip())
+    return stop if are_stops and has_header and _precedes_header(chat, turn, token) else end
+
+
+def _precedes_header(chat: Conversation, turn: int, token: int) -> bool:
+    """Return whether the token after a turn is certainly not in the header of the next message.
+
+    It must follow the turn also before an assistant turn, and not be in the header of an assistant turn.
+    """
+    template, earlier = chat.template, chat.messages[:turn]
+    alone, asked = template.render(earlier), template.render(earlier, prompt=True)
+    if asked == alone:  # no generation prompt
+        asked = _before_answer(chat, turn, asked)
+    ids = template.token_ids(asked)
+    header = ids[[*map(eq, ids, template.token_ids(alone)), False].index(False) :]
+    if not header or chat.input_ids[token] in header:
+        return False
+    answer = {"role": "assistant", "content": _PROBE}
+    try:
+        followed = template.render([*earlier, chat.messages[turn], answer])
+    except RecordError:  # it refuses two assistant turns in a row
+        return False
+    return followed.startswith(chat.text[: chat.offsets[token][1]])
 
 
 def _position(chat: Conversation, turn: int, probed: Message) -> int | None:

@@ -82,11 +82,17 @@ OTHER_STOP_AT_END = CHATML.replace("'<|im_end|>\\n'", "('<|eot|>' if loop.last e
 EOS_AFTER_STOP = CHATML.replace("im_end", "eot").replace(
     "{%- endif -%}", "{%- else -%}{{- eos_token -}}{%- endif -%}"
 )
-# The header of the next message is one token, and no stop token is between the two.
+# No stop token is between an answer and the header of the next message, which is one token or several.
 HEADER_AFTER_ANSWER = """
 {%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content -}}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- else -%}{{- eos_token -}}{%- endif -%}
 """
+LONG_HEADER_AFTER_ANSWER = HEADER_AFTER_ANSWER.replace(
+    "<|' + m.role + '|>", "<|header|>' + m.role + '<|/header|>"
+)
+LONG_HEADER_AFTER_ANSWER = LONG_HEADER_AFTER_ANSWER.replace("<|assistant|>", "<|header|>assistant<|/header|>")
+# Each role has a header of its own, of several tokens.
+OTHER_HEADER_AFTER_ANSWER = HEADER_AFTER_ANSWER.replace("|>'", "|>\\nsays\\n'")
 # The end-of-sequence token after the last turn has a mark of its own.
 MARKS_EOS = MARKS_LONG.removesuffix(ASK) + "{%- generation -%}{{- eos_token -}}{%- endgeneration -%}"
 FORGOTTEN_MARK = MARKS_LONG.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
@@ -173,6 +179,12 @@ def with_stop(stop: str, before: str = "") -> list[str]:
             EOS_AFTER_STOP, [*with_stop("<|eot|>")[:2], "Bye.<|eot|>\n<|im_end|>"], id="eos-after-stop"
         ),
         pytest.param(HEADER_AFTER_ANSWER, [*ANSWERS[:2], "Bye.<|im_end|>"], id="header-after-answer"),
+        pytest.param(
+            LONG_HEADER_AFTER_ANSWER, [*ANSWERS[:2], "Bye.<|im_end|>"], id="long-header-after-answer"
+        ),
+        pytest.param(
+            OTHER_HEADER_AFTER_ANSWER, [*ANSWERS[:2], "Bye.<|im_end|>"], id="other-header-after-answer"
+        ),
         pytest.param(
             MARKS_EOS, [*with_stop("<|im_end|>")[:2], "Bye.<|im_end|>\n<|im_end|>"], id="marks-around-eos"
         ),
@@ -283,6 +295,16 @@ def test_padding_that_a_template_trims_before_it_rewrites_the_turn() -> None:
     tokenizer = make_tokenizer(COUNTS_TURNS.replace("m.content", "m.content | trim"))
     padded = [{**message, "content": f" \n{message['content']}\n\n "} for message in CHAT]
     assert targets(encode_chat(padded, tokenizer), tokenizer) == with_stop("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "stop"), [(OTHER_STOP_AT_END, "<|im_end|>"), (EOS_AFTER_STOP, "<|eot|>"), (NO_STOP, "")]
+)
+def test_line_break_between_an_answer_and_its_stop_token(template: str, stop: str) -> None:
+    tokenizer = make_tokenizer(template)
+    messages = [CHAT[1], {"role": "assistant", "content": "Hello.\n"}, *CHAT[-2:]]
+    answer = f"Hello.\n{stop}" if stop else "Hello."
+    assert targets(encode_chat(messages, tokenizer), tokenizer)[0] == answer
 
 
 def test_offsets_that_leave_out_spaces() -> None:

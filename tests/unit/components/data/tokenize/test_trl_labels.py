@@ -194,7 +194,7 @@ def test_turns_of_templates_that_end_the_last_one_differently(template: str) -> 
     tokenizer = AutoTokenizer.from_pretrained(PATH)
     special = sorted({*re.findall(r"<\|\w+\|>", marked)})
     tokenizer.add_special_tokens({"additional_special_tokens": special})
-    messages = [*EARLIER, *BLUE]
+    messages = [*EARLIER, {"role": "assistant", "content": "Blue.\n"}, *EARLIER, *BLUE]
     theirs = tokenizer.apply_chat_template(
         messages, chat_template=marked, return_assistant_tokens_mask=True, return_dict=True
     )
