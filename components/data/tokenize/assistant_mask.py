@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from operator import eq
 
 from jinja2 import TemplateError
@@ -315,13 +316,15 @@ def _end(chat: Conversation, turn: int) -> int | None:
     if chat.text.startswith(through.rstrip()):
         return len(through.rstrip())
     probed = _probed_end(chat.messages[turn])
-    if (end := _position(chat, turn, probed)) is None:
+    has_calls = "tool_calls" in probed
+    # The name of a call may be written again with its result; the comparison with ``closing`` covers that.
+    if (end := _position(chat, turn, probed, count=-1 if has_calls else 1)) is None:
         return None
     alone = chat.template.render([*chat.messages[:turn], probed])
-    closing = alone[alone.find(_PROBE) + 1 :].rstrip()
+    closing = alone[alone.find(_PROBE) + 1 :].replace(_PROBE, "").rstrip()
     if chat.text.startswith(closing, end):
         return end + len(closing)
-    return None if "tool_calls" in probed else _after_other_stop(chat, turn, end, closing)
+    return None if has_calls else _after_other_stop(chat, turn, end, closing)
 
 
 def _probed_end(message: Message) -> Message:
@@ -373,10 +376,13 @@ def _precedes_header(chat: Conversation, turn: int, token: int) -> bool:
     return followed.startswith(chat.text[: chat.offsets[token][1]])
 
 
-def _position(chat: Conversation, turn: int, probed: Message) -> int | None:
-    """Return where the probe in ``probed``, a copy of a turn, is. None means that it changes other text."""
+def _position(chat: Conversation, turn: int, probed: Message, *, count: int = 1) -> int | None:
+    """Return the first place of the probe in ``probed``, a copy of a turn.
+
+    None means that the probe changes other text, or is written more than ``count`` times, unless that is -1.
+    """
     text = chat.template.render([*chat.messages[:turn], probed, *chat.messages[turn + 1 :]])
-    return text.index(_PROBE) if text.replace(_PROBE, "", 1) == chat.text != text else None
+    return text.index(_PROBE) if text.replace(_PROBE, "", count) == chat.text != text else None
 
 
 def _probed(message: Message, key: str = "content", *, at_end: bool) -> Message:
@@ -409,7 +415,9 @@ def _marked(chat: Conversation, num_turns: int) -> list[Span]:
     )
     assert text == chat.text
     spans = [(start, end) for start, end in marked if start < end]
-    if len(spans) > num_turns:
+    roles = [message["role"] for message in chat.messages]
+    # The text need not show where the second of two assistant turns in a row begins.
+    if len(spans) > num_turns and ("assistant", "assistant") not in pairwise(roles):
         spans = _joined(spans, text)
     if len(spans) != num_turns:
         raise template.error(

@@ -420,6 +420,33 @@ def test_a_turn_of_calls_whose_text_is_written_after_the_result_is_an_error() ->
         encode_chat([CHAT[1], calls, {"role": "tool", "content": "12:00"}, CHAT[-1]], tokenizer)
 
 
+def test_the_end_of_a_call_whose_name_is_written_again_with_the_result() -> None:
+    """As in gpt-oss, which writes the text of a turn that calls tools only if no answer follows."""
+    tokenizer = make_tokenizer(
+        "{%- for m in messages -%}{%- if m.tool_calls -%}{%- set name = m.tool_calls[0].function.name -%}"
+        "{{- '<|assistant|>' + (m.content if loop.last else '') + name + '()<|eot|>' -}}"
+        "{%- elif m.role == 'tool' -%}"
+        "{{- '<|user|>' + messages[loop.index0 - 1].tool_calls[0].function.name + m.content + '<|eot|>' -}}"
+        "{%- else -%}{{- '<|' + m.role + '|>' + m.content + '<|eot|>' -}}{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    )
+    calls = {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]}
+    encoded = encode_chat([CHAT[1], calls, {"role": "tool", "content": "12:00"}, CHAT[-1]], tokenizer)
+    assert targets(encoded, tokenizer) == ["now()<|eot|>", "Bye.<|eot|>"]
+
+
+def test_marks_around_parts_of_turns_that_follow_each_other_are_an_error() -> None:
+    """Joined, the last part of one answer and the next answer would be one turn."""
+    tokenizer = make_tokenizer(
+        "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{%- for part in m.content.split() -%}"
+        "{{- '' if loop.first else ' / ' -}}{%- generation -%}{{- part -}}{%- endgeneration -%}"
+        "{%- endfor -%}{%- else -%}{{- '<|user|>' + m.content -}}{%- endif -%}{%- endfor -%}"
+    )
+    parts = {"role": "assistant", "content": "Hello there."}
+    with pytest.raises(ConfigError, match="marks around 3 of 2 assistant turns"):
+        encode_chat([CHAT[1], parts, CHAT[-1]], tokenizer)
+
+
 @pytest.mark.parametrize("key", ["tools", "tool_calls"])
 def test_template_without_a_place_for_tools_is_an_error(key: str) -> None:
     call = {"type": "function", "function": {"name": "Bye", "arguments": {}}}  # a word of the text
