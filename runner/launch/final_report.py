@@ -126,7 +126,9 @@ def completion(experiment: Experiment, export: Path, prompt: list[int]) -> str:
     The model is loaded into the memory of the host, which nothing forecasts, and the run has trained already.
     """
     run, model = experiment.run, experiment.model
-    size = sum(weight.numel() for weight in model.meta_model.parameters()) * DTYPES[run.dtype].itemsize
+    # The base of an adapter may be in fp32.
+    each = DTYPES[run.dtype].itemsize if experiment.adapter is None else 4
+    size = sum(weight.numel() for weight in model.meta_model.parameters()) * each
     free = min(machine_memory(), psutil.virtual_memory().available)
     if size > free / 2:
         return f"left out: the weights take {as_size(size)}, over half of the free memory ({as_size(free)})"

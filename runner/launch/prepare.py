@@ -122,13 +122,14 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
         raise ConfigError(
             f"checkpoint.resume=auto: another process has just written {written[-1]}; give the command again."
         )
-    folder = reopen_run_folder(own.absolute(), steps_done(found.resume))
+    step = steps_done(found.resume)
+    folder = reopen_run_folder(own.absolute(), step)
     clear_failure_reports(folder)
     recorded = (folder / "run.json").exists()  # perhaps only its checkpoints were copied
     record = RunRecord.read(folder) if recorded else RunRecord()
-    if (folder / METRICS).exists():  # a killed run did not record its results, and later rows are removed
-        record = replace(record, results=logged_results(folder))
-    return folder, record
+    # A killed run did not record its results, and later rows are removed.
+    results = logged_results(folder) if (folder / METRICS).exists() else record.results.up_to(step)
+    return folder, replace(record, results=results)
 
 
 def with_recorded_init_from(config: Config, folder: Path) -> Config:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -20,6 +21,7 @@ from components.rank_info import RankInfo
 PATIENCE = timedelta(days=2)
 """Time limit for the wait of the other ranks while the data is tokenised."""
 LOOPBACK = "127.0.0.1"
+T = TypeVar("T")
 
 
 def host_loopback_store(port: int = 0) -> dist.TCPStore:
@@ -78,7 +80,8 @@ def agree_on_folder(
 
     Raises:
         ConfigError: if the folder does not exist on this node.
-        SystemExit: on the other ranks, with code MISTAKE, if ``prepare`` failed.
+        SystemExit: with code MISTAKE, if ``prepare`` failed on rank 0, or ``prepare_data`` on the first rank
+            of this node.
     """
     round_key = f"runner/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     place = RankInfo.read(environ)
@@ -90,23 +93,24 @@ def agree_on_folder(
     if place.node:
         node_key = f"{round_key}/node/{place.node}"
         if place.local_rank == 0:
-            prepare_data()
-            store.set(node_key, "{}")
-        receive(store, node_key)
+            publish(store, node_key, prepare_data)
+        elif "error" in receive(store, node_key):
+            raise SystemExit(MISTAKE)
     folder = Path(answer["folder"])
     if not folder.is_dir():
         raise ConfigError(f"run.output_dir: this node does not see {folder}; put it on a shared filesystem.")
     return folder
 
 
-def publish(store: dist.Store, key: str, prepare: Callable[[], Path]) -> Path:
+def publish(store: dist.Store, key: str, prepare: Callable[[], T]) -> T:
+    """Call ``prepare``, and write under ``key`` the folder that it returns, if any, or its error."""
     try:
-        folder = prepare()
+        found = prepare()
     except BaseException as error:
         store.set(key, json.dumps({"error": str(error)}))
         raise
-    store.set(key, json.dumps({"folder": str(folder)}))
-    return folder
+    store.set(key, json.dumps({"folder": str(found)}))
+    return found
 
 
 def receive(store: dist.Store, key: str) -> dict[str, str]:

@@ -53,7 +53,7 @@ def go_back(folder: Path, restarts: int) -> int:
     reopen_run_folder(folder, step)
     resumed_from = None if point is None else str(point)
     # A killed rank 0 had the results of earlier steps only in memory; without metrics.jsonl they are lost.
-    results = logged_results(folder) if (folder / METRICS).exists() else record.results
+    results = logged_results(folder) if (folder / METRICS).exists() else record.results.up_to(step)
     replace(record, resumed_from=resumed_from, restarts=restarts, results=results).write(folder)
     return step
 

@@ -31,6 +31,12 @@ class Results:
                 self.last = {key: value for key, value in self.last.items() if not key.startswith("eval/")}
         self.last |= known
 
+    def up_to(self, step: int) -> "Results":
+        """Return the results at ``step``, as far as they are known after further steps."""
+        if self.last.get("step", 0) <= step:
+            return self
+        return Results(first=self.first if self.first.get("step", math.inf) <= step else {})
+
     def final_loss(self) -> float:
         """Return the last eval loss, else the last train loss; NaN if it is not finite or was not logged."""
         if self.diverged:

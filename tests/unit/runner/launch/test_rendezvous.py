@@ -1,4 +1,4 @@
-"""Which network interfaces the ranks' store listens on."""
+"""The interfaces on which the ranks' store listens, and what ranks learn through it."""
 
 import os
 import socket
@@ -9,9 +9,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from components.contracts.errors import ConfigError
+from components.contracts.errors import MISTAKE, ConfigError
 from runner.launch import spawn
-from runner.launch.rendezvous import connect, host_loopback_store
+from runner.launch.rendezvous import agree_on_folder, connect, host_loopback_store
 
 LOCAL = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 NODES = {"MASTER_ADDR": "127.0.0.1"}
@@ -44,6 +44,25 @@ def test_the_store_of_a_parent_is_on_the_loopback_interface(
         spawn.run_workers(tmp_path, 2)
     assert ports
     assert addresses(ports[0]) == set(), "the socket is closed with the store"
+
+
+def test_an_error_of_a_further_node_ends_its_other_ranks() -> None:
+    def fails() -> None:
+        raise ConfigError("data.train: no such file")
+
+    def agree(rank: int) -> None:
+        here = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+        here["GROUP_RANK"] = str(rank // 2)
+        assert agree_on_folder(store, here, Path.cwd, fails) == Path.cwd()
+
+    store = dist.HashStore()
+    agree(0)
+    with pytest.raises(ConfigError, match="no such file"):
+        agree(2)
+    with pytest.raises(SystemExit) as left:
+        agree(3)
+    assert left.value.code == MISTAKE
+    agree(1)
 
 
 def test_a_store_serves_clients() -> None:

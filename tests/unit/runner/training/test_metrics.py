@@ -68,6 +68,15 @@ def test_results_are_what_was_logged_last_and_is_finite() -> None:
     assert results.final_loss() == pytest.approx(2.25)
 
 
+def test_results_of_steps_that_are_taken_again_are_dropped() -> None:
+    results = Results()
+    for step in (2, 4):
+        results.add({"step": step, "train/loss": 3.0, "eval/loss": math.nan})
+    assert results.up_to(4) == results
+    assert results.up_to(3) == Results(first={"step": 2, "train/loss": 3.0})
+    assert results.up_to(1) == Results()
+
+
 @pytest.mark.parametrize(
     ("evaluates", "shown"), [(True, "eval: loss 2.5000"), (False, "step 7  eval: loss 2.5000")]
 )
