@@ -52,17 +52,16 @@ def create_state(optimizer: torch.optim.Optimizer, own: dict[str, Any], paramete
     An update of all parameters would need gradients and copies of all of them in memory. The values of the
     state are those after an update with a zero gradient. The caller overwrites or ignores them.
     """
-    kept, groups = parameter.detach().clone(), [dict(group) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        # The others keep one, without a gradient: some classes read the device of a group's first parameter.
-        group["params"] = [parameter] if group is own else group["params"][:1]
+    kept, groups, options = parameter.detach().clone(), [*optimizer.param_groups], dict(own)
+    # Some classes expect a gradient in each of their groups.
+    optimizer.param_groups[:], own["params"] = [own], [parameter]
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     parameter.grad = None
     parameter.data.copy_(kept)
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        group.clear()  # the update may have added keys, such as a number of updates
-        group.update(options)
+    own.clear()  # the update may have added keys, such as a number of updates
+    own.update(options)
+    optimizer.param_groups[:] = groups
 
 
 def group_numbers(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, Tensor]:

@@ -24,13 +24,19 @@ class OnOneRank(OwnedWeight):
 
 
 class Counting(torch.optim.Adam):
-    """Counts its updates in its groups, and records how many whole weights each of them needs."""
+    """Counts its updates in its groups, and records how many whole weights each of them needs.
+
+    It divides the gradients of a group by their common norm, so each group must have a gradient.
+    """
 
     needed: ClassVar[list[int]] = []
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+            torch._foreach_div_(gradients, norm.clamp(min=1.0))
         self.needed.append(sum(p.numel() > 0 for group in self.param_groups for p in group["params"]))
         return super().step(closure)
 
