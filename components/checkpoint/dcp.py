@@ -13,7 +13,8 @@ from warnings import catch_warnings, filterwarnings
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Size, Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from components.checkpoint.file_records import AliasPlanner, FileRecord, MeasuredWriter
 from components.checkpoint.safe_reader import CheckpointReader, read_metadata
@@ -77,7 +78,13 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor], *, together: bool = 
 
 
 def saved_keys(path: Path) -> set[str]:
-    return set(read_metadata(path).state_dict_metadata)
+    return set(saved_sizes(path))
+
+
+def saved_sizes(path: Path) -> dict[str, Size]:
+    """Return the size of each (unsharded) tensor of the checkpoint ``path``, by key."""
+    entries = read_metadata(path).state_dict_metadata.items()
+    return {key: entry.size for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:

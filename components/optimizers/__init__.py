@@ -12,7 +12,7 @@ from components.optimizers.build import (
     weight_options,
 )
 from components.optimizers.muon import Muon, muon_in_float32
-from components.optimizers.torch_class import TorchClass, describe_class, kind_of_state
+from components.optimizers.torch_class import StateKinds, TorchClass, describe_class, kind_of_state
 from components.optimizers.weight_groups import WeightGroup, check_matches
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "AdamW",
     "Muon",
     "Optimizer",
+    "StateKinds",
     "TorchClass",
     "WeightGroup",
     "WeightOptions",

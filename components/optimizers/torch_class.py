@@ -33,14 +33,16 @@ number (``scalar``), or anything else."""
 class StateKinds:
     """Names of an optimizer's state after an update, by how a checkpoint stores it."""
 
-    moments: tuple[str, ...]
+    moments: tuple[str, ...] = ()
     """Floating-point tensors of the parameter's shape."""
-    scalars: tuple[str, ...]
+    scalars: tuple[str, ...] = ()
     """Numbers per parameter, such as ``step``, that are equal for all parameters."""
-    group_scalars: Mapping[str, type[int | float]]
+    group_scalars: Mapping[str, type[int | float]] = field(default_factory=dict)
     """Numbers in ``param_groups`` that updates change or that are not arguments, by name, with their types.
     The latter may change only in a later update."""
-    whole: tuple[str, ...]
+    group_constants: tuple[str, ...] = ()
+    """Those of ``group_scalars`` that the trial updates did not change."""
+    whole: tuple[str, ...] = ()
     """Tensors of other shapes or dtypes, such as the row sums of Adafactor, and other numbers."""
 
 
@@ -135,6 +137,7 @@ class TorchClass:
             moments=tuple(name for name in names if kinds[name] == {"moment"}),
             scalars=scalars,
             group_scalars={name: type(value) for name, value in saved.items()},
+            group_constants=tuple(name for name, value in saved.items() if value == options.get(name)),
             whole=tuple(name for name in names if kinds[name] != {"moment"} and name not in scalars),
         )
 

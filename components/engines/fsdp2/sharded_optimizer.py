@@ -1,6 +1,6 @@
 """An optimizer with elementwise updates over the shards of this rank."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -8,8 +8,14 @@ from torch import Tensor, nn
 
 from components.engines.fsdp2.mesh import local_shard, placed_like
 from components.engines.fsdp2.param_views import ParamView
-from components.engines.shared.class_state import UPDATES, ClassState, create_state, stateless
-from components.optimizers import Optimizer, TorchClass, make_moments, torch_optimizer
+from components.engines.shared.class_state import (
+    UPDATES,
+    ClassState,
+    create_state,
+    stateless,
+    without_constants,
+)
+from components.optimizers import Optimizer, StateKinds, TorchClass, make_moments, torch_optimizer
 
 STEP = "step"
 """Key under which torch's AdamW counts the updates of a parameter."""
@@ -91,11 +97,15 @@ class ShardedOptimizer:
                 self.optimizer.state.pop(shard, None)  # a class may keep no state
 
     @contextmanager
-    def loading(self) -> Iterator[dict[str, Tensor]]:
-        """Yield tensors that the caller fills from a checkpoint, and at the end set the scalars from them."""
+    def loading(self, saved: Container[str]) -> Iterator[dict[str, Tensor]]:
+        """Yield tensors that the caller fills from a checkpoint, and at the end set the scalars from them.
+
+        ``saved`` are the keys of the checkpoint.
+        """
         self._create()
         numbers = self._numbers()
-        yield self._moments() | numbers
+        kinds = self.of_class.kinds if self.of_class else StateKinds()
+        yield self._moments() | without_constants(numbers, kinds, saved)
         if self.of_class is not None:
             self.of_class.set_numbers(numbers)
             return

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from components.checkpoint.dcp import load_tensors, saved_keys
+from components.checkpoint.dcp import load_tensors, saved_sizes
 from components.checkpoint.reader import StoredTensors
 from components.engines.fsdp2.param_views import ParamView
 from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
@@ -29,10 +29,10 @@ def load(
 
     A rank whose number did not exist when the checkpoint was written keeps its own random stream.
     """
-    rng, keys = rng_tensors(rank, device), saved_keys(path)
+    rng, saved = rng_tensors(rank, device), saved_sizes(path)
     tensors = weight_tensors(weights, biases)
-    tensors |= {name: value for name, value in rng.items() if name in keys}
-    with optimizer.loading() as state:
+    tensors |= {name: value for name, value in rng.items() if name in saved}
+    with optimizer.loading(saved) as state:
         load_tensors(path, tensors | state)
     restore_rng({name: tensors[name] for name in rng if name in tensors})
 

@@ -1,13 +1,13 @@
 """Saving and loading the state of any ``torch.optim.Optimizer``; the first update creates this state."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from math import isnan, nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from components.optimizers import TorchClass
+from components.optimizers import StateKinds, TorchClass
 
 UPDATES = "optimizer_step"
 """Key of the number of updates, which AdamW's bias correction needs. Skipped steps do not count."""
@@ -71,6 +71,17 @@ def group_numbers(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dic
     """
     group = optimizer.param_groups[0]
     return {f"optimizer_group/{name}": as_float64(group.get(name, nan)) for name in names}
+
+
+def without_constants(
+    numbers: Mapping[str, Tensor], kinds: StateKinds, saved: Container[str]
+) -> dict[str, Tensor]:
+    """Return ``numbers`` without the constants of groups that a checkpoint with the keys ``saved`` lacks.
+
+    The checkpoints of earlier versions lack all of them.
+    """
+    constants = {f"optimizer_group/{name}" for name in kinds.group_constants}
+    return {key: value for key, value in numbers.items() if key in saved or key not in constants}
 
 
 def set_group_numbers(

@@ -6,7 +6,7 @@ work and state are distributed over the ranks by weight; the state of a weight i
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,9 @@ from components.engines.shared.class_state import (
     set_group_numbers,
     set_number,
     stateless,
+    without_constants,
 )
-from components.optimizers import Optimizer, TorchClass, kind_of_state, torch_optimizer
+from components.optimizers import Optimizer, StateKinds, TorchClass, kind_of_state, torch_optimizer
 
 
 class OwnedWeight(ABC):
@@ -70,7 +71,7 @@ class WholeWeightOptimizer:
         with whole_shapes(self.owned if of_class else ()):  # some classes create state in their constructor
             named = [(weight.name, weight.parameter) for weight in self.owned]
             self.optimizer = torch_optimizer(description, named) if named else None
-        self.group_kinds = of_class.state.group_scalars if of_class else {}
+        self.kinds = of_class.state if of_class else StateKinds()
         self.shared = of_class.state.scalars if of_class and of_class.scope == "element" else ()
         """Names of scalar states that are equal for all weights. A checkpoint contains each of them once."""
         self.updates = 0
@@ -113,14 +114,17 @@ class WholeWeightOptimizer:
                 self._of(weight).pop(weight.parameter, None)  # a class may keep no state
 
     @contextmanager
-    def loading(self) -> Iterator[dict[str, Tensor]]:
-        """Yield tensors that the caller fills from a checkpoint, and at the end set the state from them."""
+    def loading(self, saved: Mapping[str, torch.Size]) -> Iterator[dict[str, Tensor]]:
+        """Yield tensors that the caller fills from a checkpoint, and at the end set the state from them.
+
+        ``saved`` are the sizes of the checkpoint's tensors, by key.
+        """
         self._create()
         tensors = self._state(self.owned)
-        yield tensors
+        yield without_constants(tensors, self.kinds, saved)
         self.updates = int(tensors[UPDATES].item())
         if self.optimizer is not None:
-            set_group_numbers(self.optimizer, self.group_kinds, tensors)
+            set_group_numbers(self.optimizer, self.kinds.group_scalars, tensors)
         for weight in self.owned:
             state = self._of(weight)[weight.parameter]
             for kind, value in state.items():
@@ -132,7 +136,7 @@ class WholeWeightOptimizer:
     def _state(self, weights: Iterable[OwnedWeight]) -> dict[str, Tensor]:
         tensors = {UPDATES: as_float64(self.updates)}
         if self.optimizer is not None:
-            tensors |= group_numbers(self.optimizer, self.group_kinds)
+            tensors |= group_numbers(self.optimizer, self.kinds.group_scalars)
         for weight in weights:
             for kind, value in self._of(weight)[weight.parameter].items():
                 if kind_of_state(weight.shape, value) == "moment":

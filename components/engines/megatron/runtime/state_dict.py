@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
-from components.checkpoint.dcp import load_tensors, saved_keys
+from components.checkpoint.dcp import load_tensors, saved_sizes
 from components.checkpoint.flat_shard import FlatShard
 from components.checkpoint.reader import StoredTensors
 from components.engines.megatron.runtime.hf_weights import (
@@ -147,13 +147,13 @@ def load(
     All ranks of a tp group take the default random states of its first rank, as at the start of a run. A
     state whose rank did not exist when the checkpoint was written stays as it is.
     """
-    keys, first = saved_keys(path), parallel_state.get_tensor_model_parallel_src_rank()
-    streams = {name: value for name, value in random_states(device, first).items() if name in keys}
+    saved, first = saved_sizes(path), parallel_state.get_tensor_model_parallel_src_rank()
+    streams = {name: value for name, value in random_states(device, first).items() if name in saved}
     load_tensors(path, dict(streams))
     source = StoredTensors(path)
     fill_parameters(stored, lambda name, index=(): source.read(f"model/{name}", index))
     if isinstance(update, WholeWeightUpdate):
-        with update.loading() as tensors:
+        with update.loading(saved) as tensors:
             load_tensors(path, tensors)
     else:
         load_optimizer(path, blocks, update)

@@ -6,7 +6,7 @@ distributed optimizer, each weight is updated on one data rank; without it, ever
 weights.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -142,8 +142,8 @@ class WholeWeightUpdate(WholeWeightOptimizer):
         return {f"model/{weight.name}": weight.parameter.detach() for weight in weights}
 
     @contextmanager
-    def loading(self) -> Iterator[dict[str, Tensor]]:
-        with super().loading() as state:
+    def loading(self, saved: Mapping[str, torch.Size]) -> Iterator[dict[str, Tensor]]:
+        with super().loading(saved) as state:
             yield state | self.masters(written=False)
         for weight in self.weights:
             weight.distribute()

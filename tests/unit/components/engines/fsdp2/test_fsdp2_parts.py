@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bitsandbytes.optim import Lion
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -128,5 +129,15 @@ def test_an_optimizer_gets_no_empty_shard() -> None:
     assert weights["full"].max() < 1
     saved = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
     assert saved["exp_avg/empty"].shape == (0, 3)
-    with optimizer.loading() as tensors:
+    with optimizer.loading(saved) as tensors:
         assert tensors.keys() == saved.keys()
+
+
+def test_constants_of_groups_may_be_missing_in_a_checkpoint() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    views = [ParamView("weight", weight, lambda tensor: tensor, True)]
+    optimizer = ShardedOptimizer(TorchClass(Lion, 1e-2), {"weight": weight}, views)
+    saved = optimizer.tensors().keys() - {"optimizer_group/eps"}
+    with optimizer.loading(saved) as tensors:
+        assert tensors.keys() == saved
+    assert optimizer.optimizer.param_groups[0]["eps"] == 0

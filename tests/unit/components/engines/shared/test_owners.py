@@ -6,6 +6,7 @@ import torch
 
 from components.engines.shared.whole_weights import OwnedWeight, WholeWeightOptimizer, owners
 from components.optimizers import TorchClass
+from tests.distributed.optimizer_class_cases import Adapted
 
 
 def test_the_largest_weights_are_given_first() -> None:
@@ -41,17 +42,29 @@ class Counting(torch.optim.Adam):
         return super().step(closure)
 
 
-def test_state_is_created_weight_by_weight() -> None:
-    shapes = {"a.weight": (4, 3), "b.weight": (3, 4), "a.bias": (4,), "norm.weight": (3,)}
+def of_one_rank(description: TorchClass, shapes: dict[str, tuple[int, ...]]) -> WholeWeightOptimizer:
     weights = [
         OnOneRank(name, torch.Size(shape), torch.device("cpu"), place=0, sharers=1)
         for name, shape in shapes.items()
     ]
-    optimizer = WholeWeightOptimizer(TorchClass(Counting, 1e-2, weight_decay=0.1), weights)
+    return WholeWeightOptimizer(description, weights)
+
+
+def test_state_is_created_weight_by_weight() -> None:
+    shapes = {"a.weight": (4, 3), "b.weight": (3, 4), "a.bias": (4,), "norm.weight": (3,)}
+    optimizer = of_one_rank(TorchClass(Counting, 1e-2, weight_decay=0.1), shapes)
     assert optimizer.optimizer is not None
     Counting.needed.clear()
     found = optimizer.tensors()
-    assert Counting.needed == [1] * len(weights)
+    assert Counting.needed == [1] * len(shapes)
     assert {key: tuple(found[f"exp_avg/{key}"].shape) for key in shapes} == shapes
     assert all("k" not in group for group in optimizer.optimizer.param_groups)
     assert [len(group["params"]) for group in optimizer.optimizer.param_groups] == [2, 2]
+
+
+def test_only_constants_of_groups_may_be_missing_in_a_checkpoint() -> None:
+    optimizer = of_one_rank(TorchClass(Adapted, 1e-2), {"a.weight": (4, 3)})
+    with optimizer.loading({}) as tensors:
+        assert {key for key in tensors if "group" in key} == {"optimizer_group/k", "optimizer_group/total"}
+    assert optimizer.optimizer is not None
+    assert optimizer.optimizer.param_groups[0]["d"] == 1.0
