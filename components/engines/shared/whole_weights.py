@@ -6,7 +6,7 @@ work and state are distributed over the ranks by weight; the state of a weight i
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,7 +101,7 @@ class WholeWeightOptimizer:
     def tensors(self) -> dict[str, Tensor]:
         """Return the state that this rank writes, by checkpoint key."""
         with self.allocated_state():
-            return self._state(weight for weight in self.owned if weight.writes)
+            return self._state((weight for weight in self.owned if weight.writes), self.shared)
 
     @contextmanager
     def allocated_state(self) -> Iterator[None]:
@@ -120,7 +120,9 @@ class WholeWeightOptimizer:
         ``saved`` are the sizes of the checkpoint's tensors, by key.
         """
         self._create()
-        tensors = self._state(self.owned)
+        # It has numbers only once if an earlier version took the updates of the class for elementwise.
+        shared = [kind for kind in self.kinds.scalars if f"optimizer_state/{kind}" in saved]
+        tensors = self._state(self.owned, shared)
         yield without_constants(tensors, self.kinds, saved)
         self.updates = int(tensors[UPDATES].item())
         if self.optimizer is not None:
@@ -128,12 +130,12 @@ class WholeWeightOptimizer:
         for weight in self.owned:
             state = self._of(weight)[weight.parameter]
             for kind, value in state.items():
-                if kind in self.shared or isinstance(value, int | float):
-                    set_number(state, kind, tensors[self._key(kind, weight)])
+                if kind in shared or isinstance(value, int | float):
+                    set_number(state, kind, tensors[state_key(kind, weight, shared)])
             if not self.updates:  # saved before the first update, which creates the state
                 self._of(weight).pop(weight.parameter, None)
 
-    def _state(self, weights: Iterable[OwnedWeight]) -> dict[str, Tensor]:
+    def _state(self, weights: Iterable[OwnedWeight], shared: Container[str]) -> dict[str, Tensor]:
         tensors = {UPDATES: as_float64(self.updates)}
         if self.optimizer is not None:
             tensors |= group_numbers(self.optimizer, self.kinds.group_scalars)
@@ -141,14 +143,11 @@ class WholeWeightOptimizer:
             for kind, value in self._of(weight)[weight.parameter].items():
                 if kind_of_state(weight.shape, value) == "moment":
                     tensors[f"{kind}/{weight.name}"] = value
-                elif isinstance(value, Tensor) and kind not in self.shared:
-                    tensors[self._key(kind, weight)] = value
+                elif isinstance(value, Tensor) and kind not in shared:
+                    tensors[state_key(kind, weight, shared)] = value
                 elif value is not None:
-                    tensors[self._key(kind, weight)] = as_float64(value)
+                    tensors[state_key(kind, weight, shared)] = as_float64(value)
         return tensors
-
-    def _key(self, kind: str, weight: OwnedWeight) -> str:
-        return f"optimizer_state/{kind}" + f"/{weight.name}" * (kind not in self.shared)
 
     def _create(self) -> list[OwnedWeight]:
         """Create the missing states, one after the other, by updates with zero gradients.
@@ -167,6 +166,11 @@ class WholeWeightOptimizer:
     def _of(self, weight: OwnedWeight) -> dict[Tensor, dict[str, Any]]:
         assert self.optimizer is not None, f"{weight.name} is owned without an optimizer"
         return self.optimizer.state
+
+
+def state_key(kind: str, weight: OwnedWeight, shared: Container[str]) -> str:
+    """Return the checkpoint key of state other than moments; ``shared`` are the kinds that are saved once."""
+    return f"optimizer_state/{kind}" + f"/{weight.name}" * (kind not in shared)
 
 
 @contextmanager

@@ -68,3 +68,15 @@ def test_only_constants_of_groups_may_be_missing_in_a_checkpoint() -> None:
         assert {key for key in tensors if "group" in key} == {"optimizer_group/k", "optimizer_group/total"}
     assert optimizer.optimizer is not None
     assert optimizer.optimizer.param_groups[0]["d"] == 1.0
+
+
+def test_numbers_that_a_checkpoint_has_once_are_those_of_all_weights() -> None:
+    """Earlier versions took updates for elementwise that depend on all weights."""
+    optimizer = of_one_rank(TorchClass(Counting, 1e-2), {"a.weight": (4, 3), "a.bias": (4,)})
+    assert {"optimizer_state/step/a.weight", "optimizer_state/step/a.bias"} <= optimizer.tensors().keys()
+    with optimizer.loading({"optimizer_state/step": torch.Size([1])}) as tensors:
+        assert not any(key.startswith("optimizer_state/step/") for key in tensors)
+        tensors["optimizer_step"].fill_(3)
+        tensors["optimizer_state/step"].fill_(3)
+    assert optimizer.optimizer is not None
+    assert [state["step"].item() for state in optimizer.optimizer.state.values()] == [3, 3]
