@@ -122,6 +122,7 @@ class WholeWeightOptimizer:
         self._create()
         # It has numbers only once if an earlier version took the updates of the class for elementwise.
         shared = [kind for kind in self.kinds.scalars if f"optimizer_state/{kind}" in saved]
+        self._resize(saved, shared)
         tensors = self._state(self.owned, shared)
         yield without_constants(tensors, self.kinds, saved)
         self.updates = int(tensors[UPDATES].item())
@@ -148,6 +149,15 @@ class WholeWeightOptimizer:
                 elif value is not None:
                     tensors[state_key(kind, weight, shared)] = as_float64(value)
         return tensors
+
+    def _resize(self, saved: Mapping[str, torch.Size], shared: Container[str]) -> None:
+        """Give the saved size to state that depends on a weight's first value, such as Prodigy's."""
+        for weight in self.owned:
+            state = self._of(weight)[weight.parameter]
+            for kind, value in state.items():
+                size = None if kind in shared else saved.get(state_key(kind, weight, shared))
+                if isinstance(value, Tensor) and size not in (None, value.shape):
+                    state[kind] = value.new_empty(size)
 
     def _create(self) -> list[OwnedWeight]:
         """Create the missing states, one after the other, by updates with zero gradients.

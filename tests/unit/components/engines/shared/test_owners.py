@@ -80,3 +80,14 @@ def test_numbers_that_a_checkpoint_has_once_are_those_of_all_weights() -> None:
         tensors["optimizer_state/step"].fill_(3)
     assert optimizer.optimizer is not None
     assert [state["step"].item() for state in optimizer.optimizer.state.values()] == [3, 3]
+
+
+def test_state_of_a_weight_that_was_zero_at_first_is_loaded() -> None:
+    """This state is smaller than that of other weights, as with Prodigy and the factors B of LoRA."""
+    optimizer = of_one_rank(TorchClass(Adapted, 1e-2), {"lora_B": (4, 3)})
+    key = "optimizer_state/rows/lora_B"
+    assert optimizer.tensors()[key].shape == (1, 3)
+    with optimizer.loading({key: torch.Size([])}) as tensors:
+        assert tensors[key].shape == ()
+        tensors["optimizer_step"].fill_(1)
+    assert optimizer.tensors()[key].data_ptr() == tensors[key].data_ptr()
