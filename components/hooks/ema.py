@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from components.adapters import LoRA
 from components.checkpoint.async_save import view_of, wrap_like
 from components.checkpoint.dcp import saved_keys
-from components.checkpoint.folder import step_of
+from components.checkpoint.folder import read_meta
 from components.checkpoint.to_hf import CheckpointModel
 from components.contracts.engine import Engine, StepResult
 from components.contracts.errors import ConfigError
@@ -94,7 +94,7 @@ class EMA(Hook):
                 trained.export_model(folder, run.dtype)
         finally:  # also if it fails: the other ranks wait there
             run.engine.barrier()
-        saved = step_of(self.saved)
+        saved = read_meta(self.saved).state["step"]
         if saved < run.state.step:  # checkpoint.on_error=continue, and the last save has failed
             log.warning("hook.%s: the average is that of step %d, the last that was saved", run.name, saved)
         log.info("step %d  exported the average to %s", saved, folder)

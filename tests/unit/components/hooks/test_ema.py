@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from components.checkpoint.flat_shard import FlatChunk, FlatShard
+from components.checkpoint.folder import CheckpointMeta, commit
 from components.hooks import EMA
 from components.models import ModelSpec
 
@@ -39,15 +40,19 @@ def test_fused_weights_are_averaged_once() -> None:
     assert averages["o_proj"].tolist() == [9.0, 9.0]
 
 
-@pytest.mark.parametrize("saved", [4, 6])
-def test_the_export_names_the_step_of_the_checkpoint(caplog: pytest.LogCaptureFixture, saved: int) -> None:
+@pytest.mark.parametrize(("saved", "name"), [(4, "step_00000004"), (4, "renamed"), (6, "step_00000006")])
+def test_the_export_names_the_step_of_the_checkpoint(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, saved: int, name: str
+) -> None:
     run: Any = SimpleNamespace(
         name="ema", adapter=None, folder=Path("run"), seed=0, dtype=torch.float32, is_main=True
     )
     run.model, run.state = create_autospec(ModelSpec, instance=True), SimpleNamespace(step=6)
     run.engine = SimpleNamespace(barrier=lambda: None)
+    (checkpoint := tmp_path / name).mkdir()
+    commit(checkpoint, CheckpointMeta({"step": saved}, {}, model_only=False, files={}))
     hook = EMA()
-    hook.after_save(run, Path(f"run/checkpoints/step_{saved:08d}"))
+    hook.after_save(run, checkpoint)
     with patch("components.hooks.ema.CheckpointModel"), caplog.at_level("INFO"):
         hook.end(run, completed=True)
     assert f"step {saved}  exported the average" in caplog.text
