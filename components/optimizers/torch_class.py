@@ -157,10 +157,15 @@ class TorchClass:
         return sum(value.nbytes for value in tensors if value.numel() >= matrix.numel()) / matrix.numel()
 
     def _check_saved(self, optimizer: torch.optim.Optimizer, saved: Config) -> None:
-        """Raise ConfigError if a checkpoint cannot hold the state of ``optimizer``, after updates.
+        """Raise ConfigError if a checkpoint cannot hold the state of ``optimizer``, or its rate is a tensor.
 
         ``saved`` are the numbers of its first group that a checkpoint holds, once for all groups.
         """
+        if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+            raise ConfigError(
+                f"optimizer._target_: {self.name} keeps lr as a tensor, but the scheduler sets a number; "
+                "choose another class."
+            )
         states = [state for parameter, state in optimizer.state.items() if isinstance(parameter, Tensor)]
         kept = [item for state in states for item in state.items()]
         lost = {name for name, value in kept if not isinstance(value, Tensor | float | int | None)}

@@ -38,6 +38,15 @@ class NormedTogether(torch.optim.SGD):
         return super().step(closure)
 
 
+class TensorRate(torch.optim.SGD):
+    """Has its learning rate in a tensor, as classes of torchao do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+
+
 class Evaluated(torch.optim.Adafactor):
     """Has other weights for evaluations, and row sums."""
 
@@ -139,6 +148,11 @@ def test_the_arguments_of_the_class_are_keys() -> None:
             Evaluated,
             {},
             "Evaluated has other weights for evaluations, and keeps col_var, row_var, variance of",
+        ),
+        (
+            TensorRate,
+            {},
+            "TensorRate keeps lr as a tensor, but the scheduler sets a number",
         ),
         (AdamW8bit, {"min_8bit_size": 6145}, "optimizer.min_8bit_size: is 6145, .*use at most 6144"),
     ],
