@@ -84,7 +84,7 @@ def check_saved(record: RunRecord, saved: Path | None) -> None:
 
 def metric_facts(results: Results) -> dict[str, str]:
     facts, last = {}, results.last
-    if results.first:
+    if results.first and "train/loss" in last:
         ends = (results.first, last)
         facts["train loss"] = ", ".join(f"{row['train/loss']:.4f} at step {row['step']:.0f}" for row in ends)
     if results.diverged or "eval/loss" in last:
@@ -126,8 +126,8 @@ def completion(experiment: Experiment, export: Path, prompt: list[int]) -> str:
     The model is loaded into the memory of the host, which nothing forecasts, and the run has trained already.
     """
     run, model = experiment.run, experiment.model
-    # The base of an adapter may be in fp32.
-    each = DTYPES[run.dtype].itemsize if experiment.adapter is None else 4
+    quantized = getattr(experiment.adapter, "quantize", None) is not None  # its base is exported in fp32
+    each = 4 if quantized else DTYPES[run.dtype].itemsize
     size = sum(weight.numel() for weight in model.meta_model.parameters()) * each
     free = min(machine_memory(), psutil.virtual_memory().available)
     if size > free / 2:

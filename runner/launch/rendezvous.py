@@ -103,13 +103,13 @@ def agree_on_folder(
 
 
 def publish(store: dist.Store, key: str, prepare: Callable[[], T]) -> T:
-    """Call ``prepare``, and write under ``key`` the folder that it returns, if any, or its error."""
+    """Return the result of ``prepare``. Under ``key``, write the result if it is a folder, or the error."""
     try:
         found = prepare()
     except BaseException as error:
         store.set(key, json.dumps({"error": str(error)}))
         raise
-    store.set(key, json.dumps({"folder": str(found)}))
+    store.set(key, json.dumps({"folder": str(found)} if isinstance(found, Path) else {}))
     return found
 
 

@@ -369,10 +369,10 @@ def build_loop(
 
 
 def estimated_save_s(experiment: Experiment, engine: Engine, place: RankInfo) -> float:
-    """Return the seconds of a save: weights and moments in fp32, at 200 MB/s on every node."""
+    """Return the seconds of a save of fp32 weights and two moments, if any, at 200 MB/s on every node."""
     nodes = place.world_size // place.local_world_size
-    moments = 0 if experiment.checkpoint.model_only else len(experiment.optimizer.moments)
-    return float(engine.describe()["trained_parameters"]) * 4 * (1 + moments) / (200e6 * nodes)
+    each = 4 if experiment.checkpoint.model_only else 12
+    return float(engine.describe()["trained_parameters"]) * each / (200e6 * nodes)
 
 
 def checkpoint_manager(

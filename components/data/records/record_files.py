@@ -237,7 +237,8 @@ def _read_json(path: Path, reading: Reading) -> Iterator[Item]:
     try:
         records = parse_json(text) if text.strip() else []
     except json.JSONDecodeError as error:
-        if begins_an_object and (error.msg == "Extra data" or "\n{" in text):  # not one object on many lines
+        is_one_line = "\n" not in text.strip()
+        if begins_an_object and (is_one_line or error.msg == "Extra data" or "\n{" in text):
             yield from _read_jsonl(path, reading)
             return
         raise _malformed(f"{path}:{error.lineno}", error) from error

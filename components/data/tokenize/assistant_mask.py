@@ -416,9 +416,10 @@ def _marked(chat: Conversation, num_turns: int) -> list[Span]:
     assert text == chat.text
     spans = [(start, end) for start, end in marked if start < end]
     roles = [message["role"] for message in chat.messages]
-    # The text need not show where the second of two assistant turns in a row begins.
-    if len(spans) > num_turns and ("assistant", "assistant") not in pairwise(roles):
-        spans = _joined(spans, text)
+    if len(spans) > num_turns:
+        # The text need not show where the second of two assistant turns in a row begins.
+        is_clear = ("assistant", "assistant") not in pairwise(roles)
+        spans = _joined(spans, text, None if is_clear else template.tokenizer.eos_token or "")
     if len(spans) != num_turns:
         raise template.error(
             f"has {{% generation %}} marks around {len(spans)} of {num_turns} assistant turns",
@@ -427,12 +428,15 @@ def _marked(chat: Conversation, num_turns: int) -> list[Span]:
     return spans
 
 
-def _joined(spans: list[Span], text: str) -> list[Span]:
-    """Join spans with nothing but whitespace between them, such as a turn and its end-of-sequence token."""
+def _joined(spans: list[Span], text: str, only: str | None) -> list[Span]:
+    """Join spans with nothing but whitespace between them, such as a turn and its end-of-sequence token.
+
+    If ``only`` is not None, a span is joined to the one before it only if this is its text.
+    """
     joined = spans[:1]
     for start, end in spans[1:]:
         first, before = joined[-1]
-        if text[before:start].strip():
+        if text[before:start].strip() or (only is not None and text[start:end].strip() != only):
             joined.append((start, end))
         else:
             joined[-1] = (first, end)

@@ -253,15 +253,16 @@ def new_writer(path: Path, encoder: Encoder, format: str) -> StoreWriter:
 def _with_count(error: RecordError, source: Source, kind: SampleKind) -> ConfigError:
     """Return the error with the number of unreadable records among the first ``_COUNTED`` ones."""
     found, bad, total = source.items(kind), 0, 0
-    for item, origin in islice(found.items, _COUNTED):
-        total += 1
-        try:
-            if isinstance(item, Unreadable):
-                raise item.error
-            if isinstance(item, dict):
-                normalize(item, found.options, origin)
-        except RecordError:
-            bad += 1
+    with suppress(ConfigError):  # a later fault may end the reading; the first one is reported
+        for item, origin in islice(found.items, _COUNTED):
+            total += 1
+            try:
+                if isinstance(item, Unreadable):
+                    raise item.error
+                if isinstance(item, dict):
+                    normalize(item, found.options, origin)
+            except RecordError:
+                bad += 1
     if bad < 2:
         return error
     of = f"of the first {total:,}" if total == _COUNTED else f"of {total:,}"

@@ -151,12 +151,12 @@ class WholeWeightOptimizer:
         return tensors
 
     def _resize(self, saved: Mapping[str, torch.Size], shared: Container[str]) -> None:
-        """Give the saved size to state that depends on a weight's first value, such as Prodigy's."""
+        """Let state be one number if it is saved so, as Prodigy's is for weights that began with zeros."""
         for weight in self.owned:
             state = self._of(weight)[weight.parameter]
             for kind, value in state.items():
                 size = None if kind in shared else saved.get(state_key(kind, weight, shared))
-                if isinstance(value, Tensor) and size not in (None, value.shape):
+                if isinstance(value, Tensor) and size is not None and size.numel() == 1:
                     state[kind] = value.new_empty(size)
 
     def _create(self) -> list[OwnedWeight]:

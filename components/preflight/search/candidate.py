@@ -135,10 +135,11 @@ class Candidate:
         return [size for size in sizes if size <= 16]
 
     def with_largest_microbatch(self) -> Self:
-        """Return a copy with the most rows per micro-batch that fit, or with one row if none fit."""
+        """Return a copy with the most rows per micro-batch that fit, or else with the least memory."""
         share = self.data.global_batch_size // self.dp_size
-        sizes = (replace(self, micro_batch_size=size) for size in reversed(divisors(share)))
-        return next((case for case in sizes if case.fits()), replace(self, micro_batch_size=1))
+        cases = [replace(self, micro_batch_size=size) for size in reversed(divisors(share))]
+        fitting = (case for case in cases if case.fits())
+        return next(fitting, None) or min(cases, key=lambda case: case.peak.total)
 
     def fits(self) -> bool:
         """Return whether the estimate fits without a tolerance, as a size or a layout that is chosen must."""

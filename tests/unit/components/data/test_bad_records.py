@@ -51,6 +51,16 @@ def test_the_first_bad_record_ends_it_with_the_number_of_all(
     assert second == "4 of 11 records cannot be read; correct them, or set data.on_bad_record=skip."
 
 
+def test_the_first_fault_is_named_also_if_a_later_one_ends_the_reading(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,completion\n,\n" + "a,b\n" * 2000 + '"open,c\n')
+    data = FilesData(train=str(path), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match=r"a\.csv:2: "):
+        data.prepare("chat", tokenizer, seed=0, global_batch_size=2, max_steps=2, epochs=None)
+
+
 def test_one_bad_record_is_not_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(ConfigError) as caught:
         prepare(tmp_path, [*LINES[:4]], tokenizer)

@@ -8,6 +8,7 @@ import pytest
 from rich.progress import Progress
 
 from components.loggers import Row, RunResult
+from runner.launch.final_report import metric_facts
 from runner.records.run_record import Stopped
 from runner.records.run_summary import Results
 from runner.training.metrics import MetricsReporter
@@ -75,6 +76,7 @@ def test_results_of_steps_that_are_taken_again_are_dropped() -> None:
     assert results.up_to(4) == results
     assert results.up_to(3) == Results(first={"step": 2, "train/loss": 3.0})
     assert results.up_to(1) == Results()
+    assert metric_facts(results.up_to(3)) == {}
 
 
 @pytest.mark.parametrize(

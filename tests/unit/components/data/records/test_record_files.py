@@ -233,6 +233,14 @@ def test_records_around_an_unreadable_line_are_read(tmp_path: Path, name: str, c
     assert str(unread.error).startswith(f"{origin}: ")
 
 
+def test_one_torn_object_is_a_bad_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"text": "abc')
+    [(unread, origin)] = read_records(str(path))
+    assert isinstance(unread, Unreadable)
+    assert origin == f"{path}:1"
+
+
 @pytest.mark.parametrize("rows", ['"open\nb\n', '"He said "hi" and\nleft\n"\nb\n'])
 def test_a_malformed_csv_gives_no_record_after_the_fault(tmp_path: Path, rows: str) -> None:
     path = tmp_path / "a.csv"

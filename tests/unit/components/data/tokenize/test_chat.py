@@ -447,6 +447,17 @@ def test_marks_around_parts_of_turns_that_follow_each_other_are_an_error() -> No
         encode_chat([CHAT[1], parts, CHAT[-1]], tokenizer)
 
 
+def test_marks_around_the_end_of_sequence_token_belong_to_the_last_turn() -> None:
+    tokenizer = make_tokenizer(
+        "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}{%- if m.role == 'assistant' -%}"
+        "{%- generation -%}{{- m.content -}}{%- endgeneration -%}{%- else -%}{{- m.content -}}{%- endif -%}"
+        "{%- endfor -%}{%- generation -%}{{- eos_token -}}{%- endgeneration -%}"
+    )
+    turns = [{"role": "assistant", "content": text} for text in ("Hello.", "Bye.")]
+    encoded = encode_chat([CHAT[1], *turns], tokenizer)
+    assert targets(encoded, tokenizer) == ["Hello.", f"Bye.{tokenizer.eos_token}"]
+
+
 @pytest.mark.parametrize("key", ["tools", "tool_calls"])
 def test_template_without_a_place_for_tools_is_an_error(key: str) -> None:
     call = {"type": "function", "function": {"name": "Bye", "arguments": {}}}  # a word of the text
