@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not hasattr(config, "workerinput"):
         return  # without other workers, tests run in the order of the command line
     order = ("slurm", "test_any_to_any.py", "test_tutorial.py", "test_readme.py", "rehearsal")
-    order += ("test_style.py", "distributed", "e2e")
+    order += ("test_style.py", "test_gpu_benchmark.py", "distributed", "e2e")
     items.sort(
         key=lambda item: next((i for i, part in enumerate(order) if part in item.path.parts), len(order))
     )

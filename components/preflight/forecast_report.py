@@ -89,7 +89,7 @@ def batch_section(case: Candidate, work: StepWork) -> Scalars:
     """Return the sizes of a step; sequences, tokens and labels are means over the first steps."""
     workload = case.microbatch
     return {
-        "rows": case.data.global_batch_size,
+        "rows": case.dp_size * workload.num_microbatches * case.micro_batch_size,
         "data_ranks": case.dp_size,
         "microbatches_per_rank": workload.num_microbatches,
         "rows_per_microbatch": case.micro_batch_size,

@@ -54,7 +54,8 @@ def test_a_cell_of_the_parity_table_passes(column: Column, bench: Bench) -> None
         found = {name: size for name, size in told["layout"].items() if isinstance(size, int) and size > 1}
         assert found.pop("ranks", 1) == row.world_size
         assert found == {name: size for name, size in (row.dims or {}).items() if size > 1}, row.name
-        assert told["batch"]["data_ranks"] * told["batch"]["microbatches_per_rank"] == 8
+        microbatches = 4 if column.name == "rm packed" else 8  # its epoch has half the rows of a step
+        assert told["batch"]["data_ranks"] * told["batch"]["microbatches_per_rank"] == microbatches
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -108,6 +108,7 @@ LARGE = {
     "1b replicas with host state": [
         *OF_1B,
         FOUR,
+        SMALL_HEAD,
         *("parallelism=fsdp2", "parallelism.cpu_offload=true"),
         *("parallelism.dp=4", "parallelism.dp_replicate=2", "data.max_length=512"),
         *("run.micro_batch_size=1", "run.global_batch_size=8"),
