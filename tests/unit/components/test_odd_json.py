@@ -52,10 +52,15 @@ ODD_JOBS = [
 ]
 
 
+def read_as_records(path: Path) -> object:
+    for record, _ in read_records(str(path)):
+        assert isinstance(record, Unreadable)
+        raise record.error
+    return None
+
+
 def read_as_jsonl(path: Path) -> object:
-    [(record, _)] = read_records(str(path.rename(path.with_suffix(".jsonl"))))
-    assert isinstance(record, Unreadable)
-    raise record.error
+    return read_as_records(path.rename(path.with_suffix(".jsonl")))
 
 
 def checkpoint(folder: Path, text: str) -> Path:
@@ -65,7 +70,7 @@ def checkpoint(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ODD_TEXT)
-@pytest.mark.parametrize("read", [read_json, read_as_jsonl, lambda path: list(read_records(str(path)))])
+@pytest.mark.parametrize("read", [read_json, read_as_jsonl, read_as_records])
 def test_a_file_of_a_user_is_refused(read: Callable[[Path], object], name: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     path.write_text(ODD_TEXT[name])
