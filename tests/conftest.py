@@ -30,8 +30,8 @@ sys.dont_write_bytecode = False
 
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
 """Ids of the tests with the marker ``slow``. The id of a function stands for all its cases."""
-SESSION = pytest.StashKey[Path]()
 SLOW_FILES = frozenset(name.partition("::")[0] for name in SLOW)
+SESSION = pytest.StashKey[Path]()
 COLLECTED = pytest.StashKey[set[str]]()
 """Ids of all tests that were found, before a marker leaves some out."""
 FROZEN = pytest.StashKey[int]()

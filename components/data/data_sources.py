@@ -137,8 +137,7 @@ class RecordSource(ABC):
         """Return the format of the first record or, if bad ones are skipped, of the first that has one.
 
         Raises:
-            ConfigError: with the fault of the first record, if none of ``records`` has a format, or if there
-                is no record.
+            ConfigError: if ``records`` is empty, or with the fault of the first record if none has a format.
         """
         faults = []
         for record, origin in records:

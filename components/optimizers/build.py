@@ -67,7 +67,7 @@ def needs_whole_weights(optimizer: Optimizer) -> bool:
     Classes with other weights for evaluation update shards, or train on one rank only.
     """
     return optimizer.scope != "element" and not (
-        isinstance(optimizer, TorchClass) and optimizer.evaluates_others
+        isinstance(optimizer, TorchClass) and optimizer.has_eval_weights
     )
 
 

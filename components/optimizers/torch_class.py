@@ -79,7 +79,7 @@ class TorchClass:
                 f"optimizer.weight_decay: {self.name} does not have it; set it to 0, in optimizer.groups too."
             )
         whole = self.state.whole
-        if whole and self.evaluates_others:
+        if whole and self.has_eval_weights:
             raise ConfigError(
                 f"optimizer._target_: {self.name} has other weights for evaluations, and keeps "
                 f"{', '.join(whole)} of each weight; checkpoints cannot hold both. Choose another class."
@@ -96,8 +96,8 @@ class TorchClass:
         return f"torch optimizer._target_={self.name}"
 
     @property
-    def evaluates_others(self) -> bool:
-        """Whether the class has other weights for evaluations than for training."""
+    def has_eval_weights(self) -> bool:
+        """Whether evaluations with this class use other weights than training."""
         return hasattr(self.optimizer, "eval")
 
     @property
@@ -219,7 +219,7 @@ class TorchClass:
         if not self.state.whole and all(map(equal, joined, matrices(whole) * 2)):
             return "element"
         # Weights for evaluation are exchanged between steps, when no rank has a weight whole.
-        return "model" if self.evaluates_others else "matrix"
+        return "model" if self.has_eval_weights else "matrix"
 
     def _trial(
         self,

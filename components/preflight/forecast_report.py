@@ -89,7 +89,7 @@ def batch_section(case: Candidate, work: StepWork) -> Scalars:
     """Return the sizes of a step; sequences, tokens and labels are means over the first steps."""
     workload = case.microbatch
     return {
-        "rows": case.dp_size * workload.num_microbatches * case.micro_batch_size,
+        "rows": case.rows_per_step,
         "data_ranks": case.dp_size,
         "microbatches_per_rank": workload.num_microbatches,
         "rows_per_microbatch": case.micro_batch_size,
@@ -144,12 +144,12 @@ def summary_lines(case: Candidate, work: StepWork, sections: Mapping[str, Sectio
     trained = "all" if counts["trainable"] == counts["total"] else as_count(counts["trainable"])
     parts = sorted(most.parts.items(), key=lambda part: -part[1])[:3]
     stage = f" at pipeline stage {most.stage}" if dims.get("pp", 1) > 1 else ""
-    rows = case.dp_size * workload.num_microbatches * case.micro_batch_size
+    at_most = "" if case.rows_per_step == case.data.global_batch_size else "at most "
     found = {
         **layout_lines(case),
         "length": length_line(case),
         "batch": (
-            f"{'' if rows == case.data.global_batch_size else 'at most '}{rows} rows a step = "
+            f"{at_most}{case.rows_per_step} rows a step = "
             f"{case.dp_size} data rank(s) x {workload.num_microbatches} micro-batch(es) x "
             f"{case.micro_batch_size} row(s); about "
             f"{work.tokens:,.0f} tokens, {work.labels:,.0f} labels"

@@ -106,8 +106,8 @@ def make_sampler(
     """Make a new sampler for trial ``number``, with which a resumed sweep samples the same values.
 
     Raises:
-        ConfigError: if there is no sampler of this name, if it lacks one of the ``options``, if these contain
-            a seed, or if a grid is not possible.
+        ConfigError: if Optuna has no sampler called ``name``, an entry of ``options`` is ``seed`` or not an
+            argument of the sampler, or a grid is not possible.
     """
     from optuna.samplers import GridSampler, RandomSampler, TPESampler
 

@@ -32,7 +32,7 @@ class Results:
         self.last |= known
 
     def up_to(self, step: int) -> "Results":
-        """Return the results at ``step``, as far as they are known after further steps."""
+        """Return the results as of ``step``, without what later steps have replaced."""
         if self.last.get("step", 0) <= step:
             return self
         return Results(first=self.first if self.first.get("step", math.inf) <= step else {})

@@ -212,7 +212,7 @@ def check_optimizer(layout: Layout, optimizer: Optimizer, dtype: torch.dtype) ->
         )
     if isinstance(optimizer, TorchClass):
         optimizer.check_divisible()
-        if optimizer.evaluates_others:
+        if optimizer.has_eval_weights:
             raise ConfigError(
                 f"optimizer._target_: {optimizer.name} has other weights for evaluations, and Megatron's "
                 "ranks exchange weights in updates only; use parallelism=fsdp2."

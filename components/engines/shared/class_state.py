@@ -46,21 +46,21 @@ def stateless(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], nn
     return [(g, p) for g in optimizer.param_groups for p in g["params"] if not optimizer.state.get(p)]
 
 
-def create_state(optimizer: torch.optim.Optimizer, own: dict[str, Any], parameter: nn.Parameter) -> None:
-    """Make the optimizer create the state of ``parameter`` of the group ``own``, by an update, then undone.
+def create_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    """Update ``parameter`` of ``group`` so that the optimizer creates its state, then restore its value.
 
-    An update of all parameters would need gradients and copies of all of them in memory. The values of the
-    state are those after an update with a zero gradient. The caller overwrites or ignores them.
+    The gradient of this update is zero. The caller must overwrite or ignore the values of the state. To
+    update all parameters at once would need gradients and copies of all of them in memory.
     """
-    kept, groups, options = parameter.detach().clone(), [*optimizer.param_groups], dict(own)
+    kept, groups, options = parameter.detach().clone(), [*optimizer.param_groups], dict(group)
     # Some classes expect a gradient in each of their groups.
-    optimizer.param_groups[:], own["params"] = [own], [parameter]
+    optimizer.param_groups[:], group["params"] = [group], [parameter]
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     parameter.grad = None
     parameter.data.copy_(kept)
-    own.clear()  # the update may have added keys, such as a number of updates
-    own.update(options)
+    group.clear()  # the update may have added keys, such as a number of updates
+    group.update(options)
     optimizer.param_groups[:] = groups
 
 

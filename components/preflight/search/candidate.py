@@ -76,6 +76,11 @@ class Candidate:
         longest = None if longest is None else min(longest, self.max_length // self.cut)
         return replace(found, length=length, labels=labels, longest_sequence=longest)
 
+    @property
+    def rows_per_step(self) -> int:
+        """Most rows of a step on all ranks together; less than a global batch if an epoch is shorter."""
+        return self.dp_size * self.microbatch.num_microbatches * self.micro_batch_size
+
     @cached_property
     def memory(self) -> list[RankMemory]:
         """Peak memory in a train step of one rank of each pipeline stage."""
