@@ -71,10 +71,11 @@ def thin(steps: Floats, values: Floats, count: int) -> Curve:
     )
 
 
-def read_curves(path: Path, count: int) -> dict[str, Curve]:
+def read_curves(path: Path, count: int, *, resumed: bool = False) -> dict[str, Curve]:
     """Return the curve of each metric, without non-finite values and without an incomplete last line.
 
     Each curve has at most ``count`` points, which are means of neighbouring values if there are more.
+    ``resumed`` says that the first step of the file may not be the first step of training.
 
     Raises:
         OSError: if the file cannot be read.
@@ -95,7 +96,7 @@ def read_curves(path: Path, count: int) -> dict[str, Curve]:
         steps = steps[order]
         columns = {key: None if values is None else values[order] for key, values in columns.items()}
     if (step_ms := columns.get("perf/step_ms")) is not None:
-        columns[SECONDS] = training_seconds(steps, step_ms)
+        columns[SECONDS] = training_seconds(steps, step_ms, resumed=resumed)
     return {
         key: thin(steps[known], values[known], count)
         for key, values in columns.items()
@@ -123,7 +124,7 @@ def numbers(column: pa.ChunkedArray) -> Floats | None:
     return column.cast(pa.float64()).to_numpy()
 
 
-def training_seconds(steps: Floats, step_ms: Floats) -> Floats:
+def training_seconds(steps: Floats, step_ms: Floats, *, resumed: bool) -> Floats:
     """Return the training time up to each row, in seconds, without evaluations and saves.
 
     It is NaN in rows without a step time.
@@ -132,7 +133,7 @@ def training_seconds(steps: Floats, step_ms: Floats) -> Floats:
     if known.any():
         counts = np.diff(steps[known], prepend=0)
         # The first row of a resumed run does not stand for all the steps before it.
-        counts[0] = min(counts[0], np.median(counts[1:])) if len(counts) > 1 else counts[0]
+        counts[0] = min(counts[0], np.median(counts[1:])) if resumed and len(counts) > 1 else counts[0]
         seconds[known] = np.cumsum(counts * step_ms[known]) / 1000
     return seconds
 

@@ -200,7 +200,8 @@ def read_run(entry: Entry, points: int) -> RunPage:
     last = {path.parent: path for path in sorted(folder.glob("completions/**/step_*.jsonl"))}
     names = [str(path.relative_to(folder)) for path in last.values()]
     run.completions = {name: part(name, read_completions) or [] for name in names}
-    run.curves = part("metrics.jsonl", partial(read_curves, count=points)) or {}
+    resumed = run.facts.get("resumed_from") is not None
+    run.curves = part("metrics.jsonl", partial(read_curves, count=points, resumed=resumed)) or {}
     if run.facts.get("mfu_peak") is None:
         run.curves.pop("perf/mfu", None)
     if run.status != "completed":
@@ -263,7 +264,7 @@ def failure_excerpt(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(folder.glob("logs/error_*.json")):
         try:
-            found[path.name] = last_lines(read_optional_json(path).get("text", "").strip(" :"))
+            found[path.name] = last_lines(as_type(str, read_optional_json(path).get("text", "")).strip(" :"))
         except (OSError, ValueError):
             continue  # a rank was killed while writing it
     for path in [folder / "train.log", *sorted(folder.glob("logs/rank_*.log"))]:

@@ -186,6 +186,7 @@ def a_sweep(folder: Path) -> Path:
     (broken / "logs" / "error_1.json").write_text(
         json.dumps({"text": " failed:\nTraceback\nValueError: 4711\n"})
     )
+    (broken / "logs" / "error_2.json").write_text('{"text": null}')
     (broken / "audit.json").write_text('{"train": ')
     job(3, "failed", broken, error="TrainingError: rank 1")
     (folder / "sft" / "e").mkdir()
@@ -227,6 +228,7 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
 
 def test_a_failure_comes_with_the_last_lines_of_every_rank(tmp_path: Path) -> None:
     logs = write_page("t", entries(a_sweep(tmp_path)), tmp_path / "page.html")[3].logs
+    assert "error_2.json" not in logs
     assert logs["error_1.json"].splitlines() == ["failed:", "Traceback", "ValueError: 4711"]
     assert logs["rank_1.log"].splitlines()[0] == "line"
     assert "\x1b" not in logs["rank_1.log"]
@@ -351,11 +353,22 @@ def test_seconds_of_training_are_sums_of_step_times(tmp_path: Path) -> None:
     """Rows 10 steps apart stand for 10 steps; so does the first one of a run that resumed at step 100."""
     rows = [{"step": 110, "perf/step_ms": 200.0}, {"step": 120, "perf/step_ms": 100.0}]
     rows += [{"step": 120, "eval/loss": 1.0}, {"step": 130, "perf/step_ms": 300.0}]
-    found = read_curves(write_rows(tmp_path / "m.jsonl", *rows), 9)["train/seconds"]
+    found = read_curves(write_rows(tmp_path / "m.jsonl", *rows), 9, resumed=True)["train/seconds"]
     sparser = [{"step": step, "perf/step_ms": 100.0} for step in (1, 2, 3, 10, 20)]
     rising = read_curves(write_rows(tmp_path / "n.jsonl", *sparser), 9)["train/seconds"]
     assert rising.last == pytest.approx(2.0)
     assert found.means.tolist() == pytest.approx([2, 3, 6])
+
+
+@pytest.mark.parametrize(("facts", "seconds"), [({}, 7.0), ({"resumed_from": "/a/step_00000003"}, 4.0)])
+def test_the_first_row_of_a_run_that_did_not_resume_stands_for_all_steps(
+    tmp_path: Path, facts: dict[str, str], seconds: float
+) -> None:
+    """The last row may stand for fewer steps than the first."""
+    run = finished(tmp_path / "a", lr=1.0, **facts)
+    write_rows(run / "metrics.jsonl", *({"step": step, "perf/step_ms": 1000.0} for step in (5, 7)))
+    (page,) = write_page("t", [Entry(0, run)], tmp_path / "page.html")
+    assert page.curves["train/seconds"].last == seconds
 
 
 def test_a_page_that_is_watched_is_rewritten_until_ctrl_c(
