@@ -77,16 +77,18 @@ class Chart {
     this.log = false;
     this.tip = make("div", { className: "tip", hidden: true });
     this.over = make("canvas");
-    const log = make("button", { type: "button", textContent: "log" });
-    log.onclick = () => {
-      this.log = !this.log;
-      log.setAttribute("aria-pressed", this.log);
-      this.draw();
-    };
+    this.button = make("button", { type: "button", textContent: "log" });
+    this.button.onclick = () => this.useLog(!this.log);
     this.plot = make("div", { className: "plot" });
     const note = make("span", { className: "soft", textContent: spec.note ?? "" });
-    const head = make("div", { className: "head" }, make("b", { textContent: `${this.key} ` }, note), log);
+    const head = make("div", { className: "head" }, make("b", { textContent: `${this.key} ` }, note), this.button);
     root.append(make("div", { className: "chart" }, head, this.plot));
+  }
+
+  useLog(log) {
+    this.log = log;
+    this.button.setAttribute("aria-pressed", log);
+    this.draw();
   }
 
   /** Return the curves of the selected runs, along the chosen axis, smoothed and cut to the zoomed range. */

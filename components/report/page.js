@@ -228,7 +228,15 @@ const KEPT = ["axis", "metric", "smoothing", "filter", "which"];
 
 /** Load the page again, and keep what was chosen on it. */
 function reload() {
-  const kept = { runs: data.runs.length, selected: [...state.selected], zoom: state.zoom, values: KEPT.map((id) => at(id).value) };
+  const kept = {
+    runs: data.runs.length,
+    selected: [...state.selected],
+    zoom: state.zoom,
+    values: KEPT.map((id) => at(id).value),
+    logs: state.charts.filter((chart) => chart.log).map((chart) => chart.key),
+    extremes: state.extremes,
+    theme: document.documentElement.dataset.theme,
+  };
   sessionStorage.setItem(data.title, JSON.stringify(kept));
   location.reload();
 }
@@ -241,6 +249,9 @@ function restore(kept) {
     at(id).value = kept.values[place];
     (at(id).oninput ?? at(id).onchange)({ target: at(id) });
   });
+  for (const chart of state.charts) chart.useLog(kept.logs.includes(chart.key));
+  state.extremes = at("extremes").checked = kept.extremes;
+  theme(kept.theme);
   state.zoomTo(kept.zoom);
 }
 

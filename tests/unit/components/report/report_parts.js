@@ -68,9 +68,12 @@ found.reload_ms = timers.map(([, ms]) => ms);
 found.fixed = run("[0.5, 12.34567, 1234.5, 0, 1e-7, null].map((value) => fixed(value, 4))");
 found.durations = run("[1.25, 59.4, 59.7, 119.7, 3599.7].map(duration)");
 if (timers.length) {
-  run("state.toggle(0)");
+  run("state.toggle(0); state.charts[1].button.onclick(); at('theme').onclick()");
+  named.extremes.onchange({ target: { checked: false } });
   timers[0][0]();
-  run("state.selected = new Set(data.runs.keys()); state.axis = 'step'; restore(JSON.parse(sessionStorage.getItem(data.title)))");
-  found.restored = { reloads: reloads.length, axis: run("state.axis"), selected: run("[...state.selected]") };
+  run("state.selected = new Set(data.runs.keys()); state.axis = 'step'; state.extremes = true; state.charts[1].useLog(false); theme('light')");
+  run("restore(JSON.parse(sessionStorage.getItem(data.title)))");
+  found.restored = { reloads: reloads.length, axis: run("state.axis"), selected: run("[...state.selected]"),
+    logs: run("state.charts.map((chart) => chart.log)"), extremes: run("state.extremes"), theme: root.dataset.theme };
 }
 console.log(JSON.stringify(found));

@@ -108,7 +108,9 @@ def test_the_mfu_is_shown_with_its_peak(found: dict[str, Any]) -> None:
 
 def test_a_watched_page_reloads_itself_and_keeps_the_choices(found: dict[str, Any]) -> None:
     assert found["reload_ms"] == [5000]
-    assert found["restored"] == {"reloads": 1, "axis": "seconds", "selected": [2, 1, 3]}
+    expected = {"reloads": 1, "axis": "seconds", "selected": [2, 1, 3]}
+    looks = {"logs": [False, True, False, False], "extremes": False, "theme": "dark"}
+    assert found["restored"] == expected | looks
 
 
 def test_a_page_of_one_run_opens_and_does_not_reload(tmp_path: Path) -> None:
