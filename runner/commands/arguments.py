@@ -11,6 +11,7 @@ from runner.config.sources import did_you_mean
 Keys = Mapping[str, tuple[str, ...] | None]
 """The allowed values of each key. None means that any value is allowed."""
 
+UNREAD_TRUST = "trust: is not read with an exported folder, which names no class; leave it out."
 PATHS = ("checkpoint", "adapter", "base", "output", "prompts")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
 from runner import cli
-from runner.commands.arguments import first_line, is_path, trusted_modules
+from runner.commands.arguments import UNREAD_TRUST, first_line, is_path, trusted_modules
 from runner.config.command_line import hydra_value, long_flags
 from runner.config.sources import is_trusted, name_of
 from runner.records.renamed_keys import with_current_key
@@ -55,7 +55,7 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
 
     Raises:
         ConfigError: if not exactly one checkpoint is given, it is of a kind that cannot be evaluated, or its
-            run names code that is not trusted.
+            run names code that is not trusted; or if modules are trusted for a folder that names none.
     """
     given = [word for word in long_flags(arguments) if not word.startswith(("checkpoint=", "trust="))]
     named = [word.partition("=")[2] for word in arguments if word.startswith("checkpoint=")]
@@ -65,11 +65,12 @@ def evaluation(arguments: Sequence[str]) -> list[str]:
             have = f"is missing, and {bare} is not KEY=VALUE: use checkpoint={bare}"
         raise ConfigError(f"checkpoint: {have}; give one. Usage: {first_line(__doc__)}")
     folder = Path(expand_home("checkpoint", named[0])).absolute()
-    if (folder / ADAPTER_CONFIG).is_file():
-        known = [*on_its_base(folder, given), named_after(folder)]
-        check_data(folder, given)
-    elif (folder / "config.json").is_file():
-        known = ["model=hf", f"model.path={hydra_value(folder)}", named_after(folder)]
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    if is_adapter or (folder / "config.json").is_file():
+        if any(word.startswith("trust=") for word in arguments):
+            raise ConfigError(UNREAD_TRUST)
+        model = ["model=hf", f"model.path={hydra_value(folder)}"]
+        known = [*(on_its_base(folder, given) if is_adapter else model), named_after(folder)]
         check_data(folder, given)
     else:
         known = recorded(folder)

@@ -22,7 +22,7 @@ from components.data.records.options import RESERVED, RecordOptions
 from components.models.config import has_tokenizer
 from components.models.generate import load_model, use_plain_decoding
 from components.models.scalar_head import SCORE, is_classifier
-from runner.commands.arguments import trusted_modules
+from runner.commands.arguments import UNREAD_TRUST, trusted_modules
 from runner.config.instantiate import build_component
 from runner.config.sources import ConfigSources
 from runner.records.run_dir import read_run_config
@@ -102,11 +102,14 @@ def open_model(given: Mapping[str, str]) -> tuple[PreTrainedModel, PreTrainedTok
     folder of this program. The model is moved to the GPU if it takes less than half of the GPU's free memory.
 
     Raises:
-        ConfigError: if the model cannot be read, is a reward model, or needs code that is not trusted.
+        ConfigError: if the model cannot be read, is a reward model, or needs code that is not trusted; or
+            if modules are trusted for a folder that names none.
     """
     folder = Path(given["checkpoint"])
     logging.disable_progress_bar()
     if is_exported(folder):
+        if "trust" in given:
+            raise ConfigError(UNREAD_TRUST)
         if is_classifier(folder):
             raise _no_text(folder)
         model, tokenizer = _load(folder, given.get("trust_remote_code") == "true")

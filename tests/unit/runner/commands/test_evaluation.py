@@ -6,6 +6,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from components.contracts.errors import ConfigError
 from runner.commands.arguments import parse_pairs
+from runner.commands.chat import chat
 from runner.commands.evaluate import evaluation
 from runner.config.sources import name_of
 from runner.launch.checks import READ_BY_STEPS
@@ -164,6 +165,15 @@ def test_an_adapter_brings_its_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert f"model.tokenizer={tmp_path}" in evaluation(arguments)
     assert "model.tokenizer=other" in evaluation([*arguments, "model.tokenizer=other"])
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_trust_has_no_meaning_for_an_exported_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    arguments = [f"checkpoint={tmp_path}", "trust=[x]"]
+    for command in (evaluation, chat):
+        with pytest.raises(ConfigError, match=r"^trust: is not read with an exported folder"):
+            command([*arguments, "data.eval=x.jsonl"] if command is evaluation else arguments)
 
 
 @pytest.mark.parametrize(
