@@ -115,10 +115,13 @@ def command_line(text: str, path: Path) -> tuple[Json, dict[str, str]]:
     found: dict[str, str] = {}
     end = start = 0  # after the launcher's last word, and of the script's first option
     for number, word in enumerate(words):
-        if (script := SCRIPT.search(word)) and not words[number - 1].startswith("--"):
+        before = words[number - 1] if number else ""
+        is_trl = before == "trl"  # trl sft: two words that name the script
+        is_script = word.endswith(".py") or is_trl
+        may_be_value = before.startswith("--") and "=" not in before
+        if (script := SCRIPT.search(word)) and (is_script or not may_be_value):
             found["stage"] = "rm" if script[1] == "reward" else script[1]
-        is_trl = number > 0 and words[number - 1] == "trl"  # trl sft: two words that name the script
-        if word.endswith(".py") or is_trl:
+        if is_script:
             end, start = number - is_trl, number + 1
             break
     launcher, options = flags(words[:end]), flags(words[start:])

@@ -460,6 +460,21 @@ def test_ranks_of_torchrun(imported: Run, nodes: str, batch: int) -> None:
 
 def test_plain_text_of_axolotl_is_pretraining(imported: Run) -> None:
     text = "base_model: x\nlearning_rate: 1e-3\ndatasets: [{path: a.txt, type: completion}]"
+@pytest.mark.parametrize(
+    ("launcher", "stage", "batch"),
+    [
+        ("torchrun --nproc_per_node=8 sft.py", "sft", 64),
+        ("accelerate launch --multi_gpu dpo.py", "dpo", 8),
+        ("accelerate launch --config_file=x.yaml trl/scripts/dpo.py", "dpo", 8),
+        ("accelerate launch --config_file my_dpo sft.py", "sft", 8),
+        ("sft.py", "sft", 8),
+    ],
+)
+def test_the_script_after_options_of_a_launcher(imported: Run, launcher: str, stage: str, batch: int) -> None:
+    answer = imported("trl", f"{launcher} --model_name_or_path m --dataset_name a.jsonl", suffix=".sh")
+    assert {f"stage={stage}", f"run.global_batch_size={batch}"} <= {*answer.words}
+
+
     check(imported("axolotl", text), {"stage.kind": "text", "data.train": "a.txt"})
 
 
