@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -957,6 +958,11 @@ def test_every_option_of_trl_is_known_and_its_defaults_are_right() -> None:
 @pytest.mark.parametrize(
     "text", ["a", r"\frac{1}{2}", r"ends with \\", r"a \' quote", "it's", r"\\\\x\n", "1, 2: {x}"]
 )
+        ("fsdp: hybrid_shard_zero2 auto_wrap", None, (False, False, 1)),
+        ("fsdp_config: {fsdp_sharding_strategy: 5}", None, (False, False, 1)),
+        ("fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}", None, (True, False, 1)),
+        ("fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_version: null}", None, (True, False, 1)),
+        ("fsdp_config: {fsdp_sharding_strategy: SOME_SHARD}", None, (True, False, 1)),
 def test_hydra_reads_a_text_as_it_was(text: str) -> None:
     (parsed,) = OverridesParser.create().parse_overrides([f"x={hydra_value(text)}"])
     assert parsed.value() == text
@@ -967,6 +973,8 @@ def test_hydra_reads_a_text_as_it_was(text: str) -> None:
     [
         ("", True),
         ("assistant_only_loss: false", True),
+    assert ("hybrid shards need it" in answer.out) == bool(re.search("hybrid|5", added, re.IGNORECASE))
+    assert ("some_shard is not a strategy here" in answer.out) == ("SOME" in added)
         ("completion_only_loss: true\nassistant_only_loss: false", False),
         ("assistant_only_loss: true\ncompletion_only_loss: false", False),
     ],

@@ -11,8 +11,13 @@ FILES = ("deepspeed", "fsdp_config")
 OPTIONS = (*FILES, "fsdp", "fsdp_version")
 STAGES = {"0": "no_shard", "1": "shard_grad_op", "2": "shard_grad_op"}
 """Stage of ZeRO -> strategy of FSDP; the third is FSDP's default, ``full_shard``."""
-STRATEGIES = {"false": "shard_grad_op", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"}
+STRATEGIES = {
+    **dict.fromkeys(("true", "1", "none"), "full_shard"),
+    **{"false": "shard_grad_op", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"},
+    "5": "hybrid_shard_zero2",
+}
 """Values of FSDP's options -> strategy. A strategy may also be given by its name."""
+KNOWN = {*STRATEGIES.values(), "offload"}
 STAGE_IN_NAME = re.compile(r"z(?:ero)?_?([0-3])")
 
 
@@ -23,6 +28,8 @@ def choose_sharding(work: Translation, dp: int) -> bool:
     """
     given = {name: work.left.pop(name, None) for name in OPTIONS}
     wanted = {strategy for option in given.values() for strategy in strategies(option)}
+    if "hybrid_shard_zero2" in wanted:
+        wanted |= {"hybrid_shard", "shard_grad_op"}
     if "no_shard" in wanted and dp > 1:
         work.words["parallelism.dp_replicate"] = dp
     elif "shard_grad_op" in wanted:
@@ -31,6 +38,8 @@ def choose_sharding(work: Translation, dp: int) -> bool:
         work.words["parallelism.cpu_offload"] = True
     if "hybrid_shard" in wanted:
         work.checks["parallelism.dp_replicate"] = "hybrid shards need it: the number of copies of the model"
+    for unknown in sorted(wanted - KNOWN):
+        work.checks["parallelism.reshard_after_forward"] = f"{unknown} is not a strategy here; true is ZeRO-3"
     if missing := [given[name] for name in FILES if isinstance(given[name], str)]:
         work.checks["parallelism"] = (
             f"{missing[0]} was not found; fsdp2 is ZeRO-3, ZeRO-2 is "
@@ -40,7 +49,7 @@ def choose_sharding(work: Translation, dp: int) -> bool:
 
 
 def strategies(option: object) -> set[str]:
-    """Return which of no_shard, shard_grad_op, hybrid_shard and offload an option stands for."""
+    """Return the strategies and ``offload`` that an option stands for."""
     if isinstance(option, dict):
         return {found for key, value in leaves(option) if (found := strategy(key, str(value).lower()))}
     text = " ".join(map(str, as_list(option)))
@@ -57,7 +66,7 @@ def strategy(key: str, value: str) -> str | None:
     if key.endswith(("zero_optimization.stage", "zero_stage")):
         return STAGES.get(value)
     if name in ("reshard_after_forward", "sharding_strategy"):
-        return STRATEGIES.get(value, value if value in STRATEGIES.values() else None)
+        return STRATEGIES.get(value, value)
     offloads = name == "offload_params" and value == "true"
     if offloads or ("offload_" in key and name.endswith("device") and value in ("cpu", "nvme")):
         return "offload"
