@@ -36,6 +36,13 @@ ACCELERATE = ("num_processes", "config_file", "accelerate_config")
 """Options of accelerate, with the number of all ranks and its own file, which are those of TRL, too."""
 NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
 """Words of a command line that are numbers. YAML reads others as numbers, too: 2024_01_15, 0123 and 1:30."""
+TEXTS = (
+    *("run.name", "run.output_dir", "model.path", "model.revision", "model.tokenizer", "model.add_tokens"),
+    *("adapter.path", "stage.reference_path", "data.dataset", "data.eval_dataset", "data.dataset_info"),
+    *("data.subset", "data.default_system", "data.cache_dir"),
+    *("logger.wandb.project", "logger.wandb.entity", "logger.wandb.name"),
+)
+"""Keys of texts, which another tool may give as 2024 or 1e10, and which a run refuses as numbers."""
 SCRIPT = re.compile(r"(?:^|[/_])(sft|dpo|kto|orpo|cpo|reward)(?:_\w+)?(?:\.py)?$")
 
 
@@ -60,7 +67,7 @@ def import_config(arguments: Sequence[str]) -> None:
 
 def command_page(result: Translation) -> list[str]:
     """Return the command, with one override on each line, and the lines of the comments below it."""
-    words = [f"{key}={hydra_value(value)}" for key, value in result.words.items()]
+    words = [f"{key}={hydra_value(value, texts=key in TEXTS)}" for key, value in result.words.items()]
     lines = ["python -m runner", *(f"  {shlex.quote(word)}" for word in words)]
     out = [" \\\n".join(lines)]
     sections = {"Check": result.checks, "No equivalent here": result.missing, "Not needed": result.needless}

@@ -42,18 +42,19 @@ def long_flags(words: Sequence[str]) -> list[str]:
     return found
 
 
-def hydra_value(value: object) -> str:
-    """Return ``value`` in the syntax of Hydra's overrides."""
-    if value is None or isinstance(value, bool):
+def hydra_value(value: object, *, texts: bool = False) -> str:
+    """Return ``value`` in the syntax of Hydra's overrides, with ``texts`` as text even if it is a number."""
+    if value is None or (isinstance(value, bool) and not texts):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {hydra_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(hydra_value, value))}]"
+        return f"[{','.join(hydra_value(item, texts=texts) for item in value)}]"
     text = str(value)
     # As Python does, Hydra ignores underscores in numbers.
-    is_number = "_" in text and re.fullmatch(r"[+-]?[\d_.]+([eE][+-]?[\d_]+)?", text)
-    if re.fullmatch(r"[\w./:~+-]+|\[[\w,]*\]", text, re.ASCII) and not is_number:
+    is_number = (texts or "_" in text) and re.fullmatch(r"[+-]?[\d_.]+([eE][+-]?[\d_]+)?", text)
+    is_word = texts and re.fullmatch(r"[+-]?(nan|inf)|true|false|null", text, re.IGNORECASE)
+    if re.fullmatch(r"[\w./:~+-]+|\[[\w,]*\]", text, re.ASCII) and not (is_number or is_word):
         return text
     # Hydra reads a backslash as it is, except before a quote.
     return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'") + "'"

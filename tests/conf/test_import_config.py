@@ -198,7 +198,7 @@ def test_llamafactory(imported: Run) -> None:
         "data.max_length": 4096,
         "data.packing": "none",
         "data.eval_fraction": 0.1,
-        "data.chat_template_kwargs": {"enable_thinking": False},
+        "data.chat_template_kwargs": None,
         "adapter.r": 16,
         "adapter.alpha": 32,
         "adapter.target_modules": "all-linear",
@@ -225,6 +225,7 @@ def test_llamafactory(imported: Run) -> None:
         "plot_loss",
         "dataloader_num_workers",
         "per_device_eval_batch_size",
+        "enable_thinking",
     }
     assert "No equivalent" not in answer.out
 
@@ -459,8 +460,6 @@ def test_ranks_of_torchrun(imported: Run, nodes: str, batch: int) -> None:
     assert imported("trl", command, suffix=".sh").out.count("ranks: it is not given") == (nodes != "2")
 
 
-def test_plain_text_of_axolotl_is_pretraining(imported: Run) -> None:
-    text = "base_model: x\nlearning_rate: 1e-3\ndatasets: [{path: a.txt, type: completion}]"
 @pytest.mark.parametrize(
     ("launcher", "stage", "batch"),
     [
@@ -476,6 +475,8 @@ def test_the_script_after_options_of_a_launcher(imported: Run, launcher: str, st
     assert {f"stage={stage}", f"run.global_batch_size={batch}"} <= {*answer.words}
 
 
+def test_plain_text_of_axolotl_is_pretraining(imported: Run) -> None:
+    text = "base_model: x\nlearning_rate: 1e-3\ndatasets: [{path: a.txt, type: completion}]"
     check(imported("axolotl", text), {"stage.kind": "text", "data.train": "a.txt"})
 
 
@@ -736,6 +737,47 @@ ALPACA = f"{AX}datasets: [{{path: a.jsonl, type: alpaca}}]\n"
         ),
         (
             "llamafactory",
+            LF.format("sft") + "template: alpaca\nenable_thinking: true",
+            {"data.chat_template_kwargs": None},
+            "enable_thinking: the template alpaca does not read it",
+        ),
+        (
+            "llamafactory",
+            LF.format("sft") + "template: qwen3\nenable_thinking: true",
+            {"data.chat_template_kwargs": {"enable_thinking": True}},
+            "data.chat_template_kwargs: leave it out if the template does not read enable_thinking",
+        ),
+        (
+            "llamafactory",
+            LF.format("sft") + "streaming: true\nval_size: 0.1\nsave_strategy: epoch\nbuffer_size: 9",
+            {"data.eval_fraction": 0.1, "run.epochs": 3, "checkpoint.save_every_epochs": 1},
+            "streaming=True: data=llamafactory does not read data.streaming",
+        ),
+        (
+            "axolotl",
+            f"{ALPACA}wandb_mode: disabled\nwandb_project: p\nuse_wandb: true",
+            {"logger.wandb": None},
+            "wandb_project: wandb_mode=disabled turns it off",
+        ),
+        (
+            "axolotl",
+            f"{ALPACA}warmup_steps: 0\nwarmup_ratio: 0.1",
+            {"scheduler.warmup_steps": 0, "scheduler.warmup_ratio": 0.0},
+            "warmup_ratio: warmup_steps takes precedence",
+        ),
+        (
+            "axolotl",
+            f"{ALPACA}wandb_project: 7\nwandb_entity: null\nrevision_of_model: 1e10\ntokens: [1_0, 'NaN', a]",
+            {
+                "logger.wandb.project": "7",
+                "model.revision": "1e10",
+                "model.add_tokens": ["10", "NaN", "a"],
+                "optimizer.lr": 1e-3,
+            },
+            "",
+        ),
+        (
+            "llamafactory",
             LF.format("dpo") + "packing: true\nmask_history: true\nlabel_smoothing_factor: 0.1",
             {"data.packing": "none", "stage.label_smoothing": 0.0},
             "packing: it is not read in this stage",
@@ -857,6 +899,9 @@ def test_saved_adapters(imported: Run) -> None:
     expected = {"stage.reference=adapter_off", "data.columns={prompt: input}", "model.chat_template=llama3"}
     assert expected <= {*answer.words}
     text = LF.format("dpo") + "pissa_init: true\nadapter_name_or_path: saves/x\ndouble_quantization: false\n"
+    several = imported("llamafactory", text.replace("saves/x", "saves/w, saves/x"))
+    assert "adapter.path=saves/x" in several.words
+    assert "#   adapter_name_or_path=saves/w: merge them with runner.export first" in several.out
     answer = imported("llamafactory", f"{text}ref_model: org/m\n")
     assert not [word for word in answer.words if word.startswith(("adapter.pissa", "stage.reference="))]
     assert "No equivalent here:\n#   double_quantization=False: use adapter.quantize" in answer.out
@@ -913,6 +958,11 @@ SHARDING = ("reshard_after_forward", "cpu_offload", "dp_replicate")
         ("fsdp_config: z.json", OF_ACCELERATE, (False, True, 1)),
         ("fsdp_config: z.json", "deepspeed_config: {zero_stage: 1}", (False, False, 1)),
         ("fsdp: no_shard", None, (True, False, 8)),
+        ("fsdp: hybrid_shard_zero2 auto_wrap", None, (False, False, 1)),
+        ("fsdp_config: {fsdp_sharding_strategy: 5}", None, (False, False, 1)),
+        ("fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}", None, (True, False, 1)),
+        ("fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_version: null}", None, (True, False, 1)),
+        ("fsdp_config: {fsdp_sharding_strategy: SOME_SHARD}", None, (True, False, 1)),
     ],
 )
 def test_what_is_sharded(
@@ -923,6 +973,8 @@ def test_what_is_sharded(
     answer = imported("llamafactory", f"{LF.format('sft')}{added}\n", "ranks=8")
     check(answer, {f"parallelism.{key}": value for key, value in zip(SHARDING, expected, strict=True)})
     assert ("was not found" in answer.out) == ("examples" in added)
+    assert ("hybrid shards need it" in answer.out) == bool(re.search("hybrid|5", added, re.IGNORECASE))
+    assert ("some_shard is not a strategy here" in answer.out) == ("SOME" in added)
 
 
 @pytest.mark.parametrize("tool", ["llamafactory", "trl"])
@@ -958,11 +1010,6 @@ def test_every_option_of_trl_is_known_and_its_defaults_are_right() -> None:
 @pytest.mark.parametrize(
     "text", ["a", r"\frac{1}{2}", r"ends with \\", r"a \' quote", "it's", r"\\\\x\n", "1, 2: {x}"]
 )
-        ("fsdp: hybrid_shard_zero2 auto_wrap", None, (False, False, 1)),
-        ("fsdp_config: {fsdp_sharding_strategy: 5}", None, (False, False, 1)),
-        ("fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}", None, (True, False, 1)),
-        ("fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_version: null}", None, (True, False, 1)),
-        ("fsdp_config: {fsdp_sharding_strategy: SOME_SHARD}", None, (True, False, 1)),
 def test_hydra_reads_a_text_as_it_was(text: str) -> None:
     (parsed,) = OverridesParser.create().parse_overrides([f"x={hydra_value(text)}"])
     assert parsed.value() == text
@@ -973,8 +1020,6 @@ def test_hydra_reads_a_text_as_it_was(text: str) -> None:
     [
         ("", True),
         ("assistant_only_loss: false", True),
-    assert ("hybrid shards need it" in answer.out) == bool(re.search("hybrid|5", added, re.IGNORECASE))
-    assert ("some_shard is not a strategy here" in answer.out) == ("SOME" in added)
         ("completion_only_loss: true\nassistant_only_loss: false", False),
         ("assistant_only_loss: true\ncompletion_only_loss: false", False),
     ],

@@ -31,6 +31,12 @@ def dataset_info(work: Translation) -> None:
 def choose_template(work: Translation) -> None:
     """Translate ``template``, of which the tokenizer's own chat template is the usual equivalent."""
     name = work.given.get("template")
+    if name in ("alpaca", "chatml", "llama3"):
+        work.skip("enable_thinking", f"the template {name} does not read it")
+    elif "enable_thinking" in work.left:
+        work.checks["data.chat_template_kwargs"] = (
+            "leave it out if the template does not read enable_thinking"
+        )
     if name == "alpaca":
         work.take("template")
         write_alpaca(work, "LLaMA-Factory puts an empty line after an answer, and this template one newline")

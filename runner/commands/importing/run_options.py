@@ -76,9 +76,9 @@ def choose_schedule(work: Translation) -> None:
         for name in ("warmup_steps", "warmup_ratio"):
             work.skip(name, "a constant rate has no warmup there")
     share, warmup = work.number("warmup_ratio"), work.number("warmup_steps")
-    if warmup and warmup >= 1:
+    if warmup is not None and (warmup >= 1 or (warmup == 0 and work.tool == "axolotl")):
         work.skip("warmup_ratio", "warmup_steps takes precedence")
-        work.words["scheduler.warmup_steps"] = int(warmup)
+        work.words |= {"scheduler.warmup_steps": int(warmup)} if warmup else {}
     elif (warmup or share) and warmup != 0:
         work.words["scheduler.warmup_ratio"] = warmup or share
     elif share and "warmup_ratio" in work.given:

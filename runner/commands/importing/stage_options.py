@@ -144,6 +144,14 @@ def choose_model(work: Translation) -> None:
         work.words["parallelism.activation_offloading"] = True
 
 
+def choose_saved_adapter(work: Translation) -> None:
+    """Take the last of several saved adapters, which LLaMA-Factory trains after it has merged the others."""
+    *merged, last = str(work.left.get("adapter_name_or_path")).split(",")
+    if merged:
+        work.left["adapter_name_or_path"] = last.strip()
+        work.missing[f"adapter_name_or_path={','.join(merged)}"] = "merge them with runner.export first"
+
+
 def choose_adapter(work: Translation) -> None:
     """Set ``adapter``, and drop the tool's default LoRA options unless a new adapter is trained.
 

@@ -22,6 +22,7 @@ from runner.commands.importing.stage_options import (
     choose_loss,
     choose_model,
     choose_reference,
+    choose_saved_adapter,
     choose_stage,
 )
 from runner.commands.importing.translation import Translation, as_list
@@ -64,6 +65,7 @@ def translate(tool: str, options: Config, ranks: int | None, stage: str | None, 
     choose_loss(work)
     choose_reference(work)
     choose_model(work)
+    choose_saved_adapter(work)
     choose_adapter(work)
     choose_batch(work, ranks)
     choose_optimizer(work)
@@ -154,6 +156,9 @@ def leave_out_of_adapter(work: Translation) -> None:
 def choose_loggers(work: Translation) -> None:
     """Set ``logger`` if a tracker is chosen, or has options."""
     named = {str(name) for name in as_list(work.take("report_to"))}
+    if work.left.get("wandb_mode") == "disabled":
+        for name in [name for name in work.left if name == "use_wandb" or name.startswith("wandb_")]:
+            work.skip(name, "wandb_mode=disabled turns it off")
     wandb = work.take("use_wandb") or any(name.startswith("wandb_") for name in work.left)
     chosen = {"wandb": bool(wandb) or "wandb" in named, "tensorboard": "tensorboard" in named}
     chosen["tensorboard"] |= bool(work.take("use_tensorboard"))
@@ -176,7 +181,8 @@ def leave_out_other_metric(work: Translation) -> None:
 
 def leave_out_of_streams(work: Translation) -> None:
     """Remove the overrides that count epochs of a stream, or that only a stream reads."""
-    if work.words.get("data.streaming") is not True:
+    is_read = "streaming" in keys_of("data", str(work.words["data"]))
+    if work.words.get("data.streaming") is not True or not is_read:
         if work.words.pop("data.buffer_size", None) is not None:
             work.needless.update(dict.fromkeys(work.names_of("data.buffer_size"), "it is that of a stream"))
         return
