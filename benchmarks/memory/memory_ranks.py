@@ -18,9 +18,7 @@ from components.preflight.estimates.quantities import MicrobatchShape
 from components.rank_info import RankInfo
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
-from runner.training.proof_rank import unlogged_run
-from runner.training.rank import build_engine
-from runner.training.state import TrainState
+from runner.training.rank import build_engine, unlogged_run
 
 STEP = "the measured step"
 SHORT = 64
@@ -54,13 +52,13 @@ def measure(
     def begin() -> None:
         engines.append(build_engine(experiment, device))
         for hook in hooks:
-            hook.begin(unlogged_run(experiment, Path(), engines[0], TrainState()))
+            hook.begin(unlogged_run(experiment, Path(), engines[0]))
         take_step(replace(workload, length=SHORT, labels=SHORT // 2 * workload.rows))
 
     def take_step(workload: MicrobatchShape) -> None:
         result = step(engines[0], experiment, workload)
         for hook in hooks:
-            hook.after_step(unlogged_run(experiment, Path(), engines[0], TrainState()), result, NO_STATS)
+            hook.after_step(unlogged_run(experiment, Path(), engines[0]), result, NO_STATS)
 
     instrument = instrument or (on_gpu if device == "cuda" else on_cpu)
     try:

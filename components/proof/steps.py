@@ -11,7 +11,7 @@ from components.contracts.batch import IGNORE, Batch
 from components.contracts.configs import OptimizerConfig, Prepared
 from components.contracts.data import BatchShard, DataLoader
 from components.contracts.engine import Engine, StepResult
-from components.contracts.hook import Hook, HookRun, RunState
+from components.contracts.hook import Hook, HookRun
 from components.contracts.loss import Loss, LossOutput, TokenStats
 from components.contracts.scheduler import SchedulerSpec
 from components.engines.fsdp2 import FSDP2
@@ -46,16 +46,6 @@ class PerMicrobatch:
         return LossOutput({name: term / labels for name, term in self.loss(stats, batch).terms.items()})
 
 
-@dataclass
-class Counters:
-    """The ``RunState`` of a proof, for its hooks."""
-
-    step: int = 0
-    num_samples: int = 0
-    num_tokens: int = 0
-    skipped: int = 0
-
-
 @dataclass(frozen=True)
 class ProofRun:
     """The components, the data and the steps of a proof on one rank."""
@@ -67,7 +57,7 @@ class ProofRun:
     data: Prepared
     micro_batch_size: int
     hooks: Sequence[Hook]
-    observed: Callable[[Engine, RunState], HookRun]
+    observed: Callable[[Engine], HookRun]
     """Function that returns the run that the hooks observe."""
     steps: int
     vocabulary: int
@@ -103,8 +93,9 @@ class ProofRun:
 
     def curve(self, rates: Sequence[float]) -> list[tuple[float, float]]:
         """Train one step with each of ``rates`` while the hooks observe; return losses and gradient norms."""
-        engine, state = self.build(self.optimizer), Counters()
-        run = self.observed(engine, state)
+        engine = self.build(self.optimizer)
+        run = self.observed(engine)
+        state = run.state
         for hook in self.hooks:
             hook.begin(run)
         found = []

@@ -6,16 +6,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from components.contracts.engine import Engine
 from components.contracts.errors import TrainingError
-from components.contracts.hook import HookRun, RunState
 from components.contracts.json_types import Json
 from components.proof.steps import ProofRun
 from components.rank_info import RankInfo
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
 from runner.records.run_dir import read_run_config
-from runner.training.rank import DTYPES, build_engine, reference_hook
+from runner.training.rank import build_engine, reference_hook, unlogged_run
 from runner.training.watchdog import Watchdog, end_process
 
 
@@ -44,22 +42,4 @@ def proof_run(experiment: Experiment, folder: Path, data: Json) -> ProofRun:
         observed=partial(unlogged_run, experiment, folder),
         steps=experiment.preflight.num_steps,
         vocabulary=experiment.model.config().get_text_config().vocab_size,
-    )
-
-
-def unlogged_run(experiment: Experiment, folder: Path, engine: Engine, state: RunState) -> HookRun:
-    """Return the ``HookRun`` of a proof or a rehearsal, through which hooks log nothing."""
-    return HookRun(
-        folder=folder,
-        is_main=RankInfo.read().rank == 0,
-        engine=engine,
-        model=experiment.model,
-        adapter=experiment.adapter,
-        dtype=DTYPES[experiment.run.dtype],
-        seed=experiment.run.seed,
-        state=state,
-        num_steps=experiment.preflight.num_steps,
-        resumed_from=None,
-        log=lambda _: None,
-        log_table=lambda *_: None,
     )

@@ -403,14 +403,8 @@ def build_hooks(
 ) -> Hooks:
     """Build the hooks of the run, of which there are none with ``run.evaluate_only``."""
     run, stopping = experiment.run, experiment.early_stopping
-    observed = HookRun(
-        folder=folder,
-        is_main=RankInfo.read().rank == 0,
-        engine=engine,
-        model=experiment.model,
-        adapter=experiment.adapter,
-        dtype=DTYPES[run.dtype],
-        seed=run.seed,
+    observed = replace(
+        unlogged_run(experiment, folder, engine),
         state=state,
         num_steps=num_steps,
         resumed_from=resumed_from,
@@ -431,6 +425,24 @@ def build_hooks(
             patience=None if stopping.metric is None else stopping.patience,
         )
     return Hooks(observed, own, experiment.hook)
+
+
+def unlogged_run(experiment: Experiment, folder: Path, engine: Engine) -> HookRun:
+    """Return the ``HookRun`` of a proof or a rehearsal, through which hooks log nothing."""
+    return HookRun(
+        folder=folder,
+        is_main=RankInfo.read().rank == 0,
+        engine=engine,
+        model=experiment.model,
+        adapter=experiment.adapter,
+        dtype=DTYPES[experiment.run.dtype],
+        seed=experiment.run.seed,
+        state=TrainState(),
+        num_steps=experiment.preflight.num_steps,
+        resumed_from=None,
+        log=lambda _: None,
+        log_table=lambda *_: None,
+    )
 
 
 def reference_hook(experiment: Experiment) -> Hook:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from components.contracts.json_types import Json
@@ -12,9 +13,7 @@ from components.rehearsal.rehearsed_run import RehearsedRun, install, rehearse
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.records.run_dir import read_run_config
-from runner.training.proof_rank import unlogged_run
-from runner.training.rank import training_options
-from runner.training.state import TrainState
+from runner.training.rank import training_options, unlogged_run
 
 
 def rehearse_rank(folder: Path, request: Json) -> Json:
@@ -40,7 +39,7 @@ def rehearse_rank(folder: Path, request: Json) -> Json:
         micro_batch_size=experiment.run.rows_per_microbatch,
         hooks=[hook for hook in experiment.hook.values() if hook.weight_copies],
         has_ref_logps=reference.choice == "precomputed",
-        observed=lambda engine: unlogged_run(experiment, folder, engine, TrainState()),
+        observed=partial(unlogged_run, experiment, folder),
     )
     mode = install(Gpu(**request["gpu"]), rank, world_size)
     seconds = rehearse(run, mode, request["steps"])
