@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from hydra_plugins.runner_sweeps.optuna_study import (
 )
 from hydra_plugins.runner_sweeps.search_space import SearchSpace, as_overrides
 from runner.distribution import pip_install
+from runner.launch.run_lock import locked
 from runner.records.job_record import SWEEP_FOLDER, JobRecord, SweepJob, read_job_record
 from runner.sweeps.sweep import create_sweep
 from runner.training.pruner import leave_no_pruner, leave_pruner
@@ -79,7 +79,8 @@ class OptunaSweeper(Sweeper):
         sweep = Path(os.environ[SWEEP_FOLDER])
         parser = OverridesParser.create(config_loader=self.loader)
         space = SearchSpace.of(parser.parse_overrides([*as_overrides(self.params), *arguments]))
-        with only_command(sweep):
+        sweep.mkdir(parents=True, exist_ok=True)
+        with locked(sweep, "hydra.sweeper.study_name"):
             create_sweep(sweep, as_given(self.config.hydra), resumes=True)
             self.check(space)
             if self.config.hydra.launcher.get("dry_run"):
@@ -161,22 +162,3 @@ def consecutive(trials: "Sequence[FrozenTrial]") -> "Iterator[list[FrozenTrial]]
         group.append(trial)
     if group:
         yield group
-
-
-@contextmanager
-def only_command(sweep: Path) -> Iterator[None]:
-    """Lock the sweep folder while the context is open.
-
-    Raises:
-        ConfigError: if another command holds the lock.
-    """
-    from filelock import FileLock, Timeout
-
-    try:
-        held = FileLock(sweep / "lock").acquire(timeout=0)
-    except Timeout:
-        raise ConfigError(
-            f"hydra.sweeper.study_name: another command is at {sweep}; wait for it, or give another name."
-        ) from None
-    with held:
-        yield

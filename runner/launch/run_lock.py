@@ -1,4 +1,4 @@
-"""The lock of a run folder, which prevents the same run from being started twice at the same time."""
+"""The lock of a folder of a run or a study, which prevents two processes from writing to it."""
 
 import errno
 import fcntl
@@ -12,18 +12,18 @@ from pathlib import Path
 from components.contracts.errors import ConfigError
 
 LOCK = "lock"
-"""File in the run folder. Its content, a process id and a host, is used only in the message."""
+"""File in the folder. Its content, a process id and a host, is used only in the message."""
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 log = logging.getLogger("runner")
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, key: str = "run.output_dir") -> Iterator[None]:
     """Hold the lock of ``folder`` while the context is open; the system frees it if this process dies.
 
-    Only the process that prepares the run holds the lock, because the ranks end with that process. On a
-    filesystem without locks, a warning is logged.
+    ``key`` is the option that names the folder. Of a run, only the process that prepares it holds the lock,
+    because the ranks end with that process. On a filesystem without locks, a warning is logged.
 
     Raises:
         ConfigError: if another process holds the lock.
@@ -35,12 +35,12 @@ def locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             owner = file.read().strip() or "another process"
             raise ConfigError(
-                f"run.output_dir: {folder} is in use by {owner}; wait until it has ended, or end it."
+                f"{key}: {folder} is in use by {owner}; wait until it has ended, or end it."
             ) from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            log.warning("%s: this filesystem has no locks; do not start this run twice.", folder)
+            log.warning("%s: this filesystem has no locks; let only one command use it.", folder)
         file.truncate()
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

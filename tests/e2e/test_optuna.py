@@ -13,9 +13,9 @@ from hydra.core.global_hydra import GlobalHydra
 from optuna.trial import FrozenTrial, TrialState
 
 from components.contracts.errors import ConfigError, TrainingError
-from hydra_plugins.runner_sweeps.optuna import only_command
 from hydra_plugins.runner_sweeps.optuna_study import NAME, storage_in
 from runner.config.sources import ConfigSources
+from runner.launch.run_lock import locked
 from runner.records.job_record import JobRecord, read_job_records
 from runner.records.run_dir import write_config
 from runner.records.run_record import RunRecord, Stopped
@@ -228,11 +228,14 @@ def test_a_study_that_is_not_a_folder_of_sweeps_makes_none(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_command_that_is_refused_leaves_the_files_of_the_running_one(tmp_path: Path) -> None:
+def test_a_command_that_is_refused_leaves_the_files_of_the_running_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     create_sweep(tmp_path / "sweeps/s", ["run.seed=1,2"])
     written = (tmp_path / "sweeps/s/sweep.json").read_text()
-    with only_command(tmp_path / "sweeps/s"):
+    with locked(tmp_path / "sweeps/s"):
         assert search(tmp_path, LR) == 2
+    assert f"hydra.sweeper.study_name: {tmp_path / 'sweeps/s'} is in use by " in capsys.readouterr().err
     assert (tmp_path / "sweeps/s/sweep.json").read_text() == written
 
 
