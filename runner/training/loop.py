@@ -29,6 +29,7 @@ from runner.config.run_config import CheckpointConfig, RunConfig, every
 from runner.records.run_record import Stopped
 from runner.training.hooks import Hooks
 from runner.training.metrics import MetricsReporter
+from runner.training.prefetch import Prefetched
 from runner.training.profiler import Profiler
 from runner.training.state import TrainState
 from runner.training.stop import StopPolicy
@@ -48,6 +49,8 @@ class TrainContext:
     engine: Engine
     loss: Loss
     train_data: DataLoader
+    batches: Prefetched
+    """The micro-batches of ``train_data``."""
     eval_data: Mapping[str, DataLoader]
     """The loaders of the evaluation sets, by the prefix of their metrics."""
     lr: Callable[[int], float]
@@ -138,7 +141,7 @@ def take_trial_step(t: TrainContext, num_stages: int = 1) -> int | None:
         t.engine.keeping_random_streams(),
         t.engine.allocated_optimizer_state(),
     ):
-        batches = t.train_data.microbatches(step)
+        batches = t.batches.microbatches(step)
         number = 2 * num_stages
         first = max(min(index, len(batches) - number), 0)
         microbatches = t.loss.prepare(batches[first : first + number], t.engine)
@@ -170,7 +173,7 @@ def stop_record(t: TrainContext) -> Stopped | None:
 def train_step(t: TrainContext) -> None:
     """Run one optimizer step on global batch ``t.state.step``."""
     began, step = time.perf_counter(), t.state.step
-    microbatches = t.loss.prepare(t.train_data.microbatches(step), t.engine)
+    microbatches = t.loss.prepare(t.batches.microbatches(step), t.engine)
     t.engine.begin_train_step(microbatches, t.loss)
     t.engine.train_microbatches(microbatches, t.loss, last=True)
     max_loss = t.state.max_loss(t.run.loss_spike_factor)

@@ -5,11 +5,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from components.contracts.batch import Batch
-from components.contracts.data import BatchStats, DataLoader
+from components.contracts.data import DataLoader
 
 
 class Prefetched:
-    """A ``DataLoader`` that builds the micro-batches of the next step during the current one.
+    """The micro-batches of a ``DataLoader``. Those of the next step are built during the current one.
 
     If ``device`` is not the CPU, they are in page-locked memory, from which they can be copied to it
     asynchronously. The micro-batches of a step that was not prefetched (the first, or one after a jump) are
@@ -23,32 +23,13 @@ class Prefetched:
         self._thread = ThreadPoolExecutor(1, "prefetch", initializer=select, initargs=(device,))
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
-    @property
-    def num_steps(self) -> int:
-        return self._loader.num_steps
-
     def microbatches(self, step: int) -> list[Batch]:
         foreseen, self._ahead = self._ahead, None
         made = foreseen[1] if foreseen is not None and foreseen[0] == step else self._make(step)
         batches = made.result()
-        if step + 1 < self.num_steps:
+        if step + 1 < self._loader.num_steps:
             self._ahead = step + 1, self._make(step + 1)
         return batches
-
-    def stats(self, step: int) -> BatchStats:
-        return self._loader.stats(step)
-
-    def sample_ids(self, step: int) -> list[str]:
-        return self._loader.sample_ids(step)
-
-    def largest_microbatch(self) -> tuple[int, int]:
-        return self._loader.largest_microbatch()
-
-    def epoch(self, step: int) -> float | None:
-        return self._loader.epoch(step)
-
-    def advance(self, step: int) -> list[int]:
-        return self._loader.advance(step)
 
     def close(self) -> None:
         self._loader.close()

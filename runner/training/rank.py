@@ -153,7 +153,7 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
                 naming_file(folder),
             ):
                 training = build_loop(experiment, engine, folder, record, report, requested, watchdog)
-                handlers.callback(training.train_data.close)
+                handlers.callback(training.batches.close)
                 handlers.enter_context(handling(requested))
                 with recording_results(folder, report), training.checkpoints:
                     try:
@@ -335,21 +335,21 @@ def build_loop(
         loader = open_stream(experiment, engine, shard, folder / "stream", record, state)
     else:
         loader = data.train_loader(shard, cache)
-    train_data = Prefetched(loader, engine.device)
     eval_data = data.eval_loaders(shard, cache)
     if run.evaluate_only:
         report.start_evaluation(sum(each.num_steps for each in eval_data.values()))
     else:
-        report.start(state, train_data.num_steps)
+        report.start(state, loader.num_steps)
     deadline = math.inf if run.max_time is None else record.began + seconds(run.max_time)
-    hooks = build_hooks(experiment, engine, folder, report, state, train_data.num_steps, point)
+    hooks = build_hooks(experiment, engine, folder, report, state, loader.num_steps, point)
     hooks.begin()
     return TrainContext(
         engine=engine,
         loss=experiment.stage,
-        train_data=train_data,
+        train_data=loader,
+        batches=Prefetched(loader, engine.device),
         eval_data=eval_data,
-        lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=train_data.num_steps),
+        lr=partial(experiment.scheduler.lr, peak=experiment.optimizer.lr, total_steps=loader.num_steps),
         checkpoints=checkpoint_manager(experiment.checkpoint, folder, record, hooks),
         reporter=report,
         profiler=Profiler(experiment.profiler, folder / "profile", place.rank, engine.device),

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from components.contracts.batch import Batch
-from components.contracts.data import BatchStats
 from runner.training.prefetch import Prefetched
 
 
@@ -25,15 +24,6 @@ class Loader:
         number = torch.tensor([[step]])
         return [Batch(number, number, number, torch.tensor([1]))]
 
-    def stats(self, step: int) -> BatchStats:
-        raise NotImplementedError
-
-    def sample_ids(self, step: int) -> list[str]:
-        return [f"data:{step}"]
-
-    def epoch(self, step: int) -> float:
-        return step / self.num_steps
-
 
 def number(batches: list[Batch]) -> int:
     return int(batches[0].input_ids)
@@ -52,8 +42,6 @@ def test_any_step_can_be_asked_for() -> None:
     """Steps may be read in any order, as for a resumed run, and no batch is made beyond the last step."""
     ahead = Prefetched(Loader(), torch.device("cpu"))
     assert [number(ahead.microbatches(step)) for step in (3, 0, 0, 1, 3)] == [3, 0, 0, 1, 3]
-    assert ahead.num_steps == 4
-    assert ahead.epoch(2) == 0.5
 
 
 def test_an_error_shows_in_its_own_step() -> None:
