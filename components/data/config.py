@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from components.contracts.data import PAIRS, BatchShard, SampleKind
-from components.contracts.errors import ConfigError
+from components.contracts.errors import ConfigError, check_at_least_one
 from components.contracts.json_types import Json
 from components.data.audit import Audit
 from components.data.data_sources import STAGES, FileSource, RecordSource, Source, StdlibSource
@@ -65,10 +65,7 @@ class Data(ABC):
                 f"data.max_length: must be at least 2, got {self.max_length}; "
                 "the first token of a sample is not trained on."
             )
-        for name in ("num_workers", "max_samples", "max_eval_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"data.{name}: must be at least 1 (or null), got {value}.")
+        check_at_least_one("data", self, "num_workers", "max_samples", "max_eval_samples")
 
     @abstractmethod
     def train_sources(self) -> Sequence[tuple[Source, float]]:

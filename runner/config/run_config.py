@@ -10,7 +10,7 @@ from typing import Literal
 
 from components.contracts.device import DeviceKind
 from components.contracts.engine import Kernels, LossScaling
-from components.contracts.errors import ConfigError, check_at_least_one
+from components.contracts.errors import ConfigError, check_at_least_one, check_at_least_zero
 from components.proof.small_model import Limits
 from components.rounding import whole_steps
 
@@ -67,14 +67,10 @@ class RunConfig:
             *(["micro_batch_size"] if self.micro_batch_size != "auto" else []),
         )
         intervals = ("eval_every_epochs", "final_sample_tokens")
-        check_not_negative("run", self, *intervals, "seed", "hang_timeout_s", "max_restarts")
+        check_at_least_zero("run", self, *intervals, "seed", "hang_timeout_s", "max_restarts")
         check_at_least_one("run.loss_scale", self.loss_scale, "initial", "growth_interval")
         if not self.loss_scale.initial <= LARGEST_SCALE:
             raise ConfigError(f"run.loss_scale.initial: must be at most {LARGEST_SCALE:g}; use 65536.")
-        if not math.isfinite(self.hang_timeout_s):
-            raise ConfigError(
-                f"run.hang_timeout_s: is {self.hang_timeout_s}; give a number of seconds, or 0 for off."
-            )
         if self.max_time is not None:
             seconds(self.max_time)
         if self.loss_spike_factor is not None and not 1 < self.loss_spike_factor < math.inf:
@@ -129,7 +125,7 @@ class CheckpointConfig:
     init_from: str | None
 
     def __post_init__(self) -> None:
-        check_not_negative("checkpoint", self, "save_every_epochs", "keep_last")
+        check_at_least_zero("checkpoint", self, "save_every_epochs", "keep_last")
         check_cadence("checkpoint.save_every", self.save_every)
 
 
@@ -198,12 +194,6 @@ class WatchedMetric:
 
     name: str
     mode: Literal["min", "max"]
-
-
-def check_not_negative(node: str, config: object, *keys: str) -> None:
-    for key in keys:
-        if getattr(config, key) < 0:
-            raise ConfigError(f"{node}.{key}: must be 0 (off) or more, got {getattr(config, key)}.")
 
 
 def check_cadence(key: str, value: float) -> None:

@@ -230,8 +230,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no length": (["run.max_steps=null"], ["run.max_steps", "run.epochs"]),
     "negative cadence": (["run.log_every=-1"], ["run.log_every"]),
     "no duration": (["run.max_time=soon"], ["run.max_time", "HH:MM:SS"]),
-    "negative timeout": (["run.hang_timeout_s=-1"], ["run.hang_timeout_s", "0 (off) or more"]),
-    "negative restarts": (["run.max_restarts=-1"], ["run.max_restarts", "0 (off) or more"]),
+    "negative timeout": (["run.hang_timeout_s=-1"], ["run.hang_timeout_s", "at least 0"]),
+    "negative restarts": (["run.max_restarts=-1"], ["run.max_restarts", "at least 0"]),
     "restarts without a state": (
         ["run.max_restarts=1", "checkpoint.model_only=true"],
         ["run.max_restarts", "checkpoint.model_only=false"],

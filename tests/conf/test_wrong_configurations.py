@@ -66,7 +66,7 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "parallelism.pp: 3",
         "use 1 or 2",
     ),
-    "no end to a timeout": (("run.hang_timeout_s=inf",), "run.hang_timeout_s", "0 for off"),
+    "no end to a timeout": (("run.hang_timeout_s=inf",), "run.hang_timeout_s", "at least 0"),
     "an average in a folder of the run": (
         ("+hook.checkpoints._target_=components.hooks.EMA",),
         "hook.checkpoints",

@@ -104,7 +104,7 @@ def test_a_dry_run_of_a_search_leaves_the_records_of_its_jobs(tmp_path: Path) ->
     [
         ("nodes=0", "hydra.launcher.nodes: must be at least 1"),
         ("nodes=two", "hydra.launcher.nodes (the command line): "),
-        ("max_requeues=-1", "hydra.launcher.max_requeues: must be 0 or more"),
+        ("max_requeues=-1", "hydra.launcher.max_requeues: must be a number of at least 0"),
         ("signal_delay_s=3600", "hydra.launcher.signal_delay_s: 3600 s before the time limit of 60 min"),
         ("sbatch_args=[-x]", "hydra.launcher.sbatch_args: '-x' is not a long option"),
         ("sbatch_args=['--job-name=mine']", "--job-name=mine repeats hydra.launcher.name; set that key"),

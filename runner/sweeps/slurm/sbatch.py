@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.contracts.errors import ConfigError, check_at_least_one
+from components.contracts.errors import ConfigError, check_at_least_one, check_at_least_zero
 from components.contracts.json_types import Json
 from runner.launch.slurm_env import MAX_REQUEUES
 
@@ -62,9 +62,7 @@ class SbatchOptions:
     def __post_init__(self) -> None:
         keys = ("nodes", "tasks_per_node", "timeout_min", "array_parallelism")
         check_at_least_one("hydra.launcher", self, *keys)
-        for key in ("signal_delay_s", "max_requeues"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"hydra.launcher.{key}: must be 0 or more, got {getattr(self, key)}.")
+        check_at_least_zero("hydra.launcher", self, "signal_delay_s", "max_requeues")
         for word in self.sbatch_args:
             if not re.fullmatch("--[a-z].*", word):
                 raise ConfigError(
