@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from components.contracts.errors import ConfigError
 from components.rank_info import RankInfo, env_number
 from runner.records.run_record import JobFacts
 
@@ -49,18 +48,6 @@ def job_facts(environ: Mapping[str, str]) -> JobFacts | None:
     return JobFacts(name, restarts=env_number(environ, "SLURM_RESTART_COUNT", 0, range(10**6)))
 
 
-def max_requeues(environ: Mapping[str, str]) -> int:
-    """Return how often this job may be requeued; 0 means never.
-
-    Raises:
-        ConfigError: if RUNNER_MAX_REQUEUES is not a number.
-    """
-    asked = environ.get(MAX_REQUEUES, "0")
-    if not asked.isdigit():
-        raise ConfigError(f"{MAX_REQUEUES}: is {asked!r} in the environment; use a number, 0: never.")
-    return int(asked)
-
-
 def queue_again(environ: Mapping[str, str]) -> bool:
     """Requeue this SLURM job if RUNNER_MAX_REQUEUES allows it; return whether SLURM will restart it.
 
@@ -69,7 +56,8 @@ def queue_again(environ: Mapping[str, str]) -> bool:
     Raises:
         ConfigError: if RUNNER_MAX_REQUEUES is not a number.
     """
-    job, allowed, place = job_facts(environ), max_requeues(environ), RankInfo.read(environ)
+    job, place = job_facts(environ), RankInfo.read(environ)
+    allowed = env_number(environ, MAX_REQUEUES, 0, range(10**6))
     if job is None or not allowed:
         return False
     if place.rank != 0:

@@ -156,5 +156,6 @@ def test_the_folder_of_an_earlier_start(tmp_path: Path) -> None:
     assert begun_by_this_job(tmp_path, command, again) == tmp_path / ours
     assert begun_by_this_job(tmp_path, command, ARRAY) is None
     assert begun_by_this_job(tmp_path, command, {}) is None
-    with pytest.raises(ConfigError, match="RUNNER_MAX_REQUEUES: is 'often' in the environment"):
-        begun_by_this_job(tmp_path, command, {slurm_env.MAX_REQUEUES: "often"})
+    for number in ("often", "²"):
+        with pytest.raises(ConfigError, match=f"RUNNER_MAX_REQUEUES: is '{number}' in the environment"):
+            begun_by_this_job(tmp_path, command, {slurm_env.MAX_REQUEUES: number})
