@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.contracts.batch import Batch
-from components.contracts.errors import ConfigError, check_at_least_zero
+from components.contracts.errors import check_at_least_zero
 from components.contracts.loss import ReferenceChoice, TokenStats
-from components.losses.preference_base import Pairs, PairwiseLoss, check_label_smoothing
+from components.losses.preference_base import Pairs, PairwiseLoss, check_label_smoothing, refuse_unread
 from components.losses.preference_formulas import hinge, ipo, sigmoid
 
 
@@ -36,19 +36,11 @@ class CPO(PairwiseLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_label_smoothing(self.label_smoothing)
-        if self.label_smoothing and self.loss not in ("sigmoid", "simpo"):
-            raise ConfigError(
-                f"stage.label_smoothing: stage.loss={self.loss} does not read it; "
-                "remove it, or use stage.loss=sigmoid or simpo."
-            )
-        if self.simpo_gamma is None:
-            return
-        if self.loss != "simpo":
-            raise ConfigError(
-                f"stage.simpo_gamma: stage.loss={self.loss} does not read it; "
-                "remove it, or use stage.loss=simpo."
-            )
-        check_at_least_zero("stage", self, "simpo_gamma")
+        if self.label_smoothing:
+            refuse_unread("label_smoothing", "loss", [self.loss], ["sigmoid", "simpo"])
+        if self.simpo_gamma is not None:
+            refuse_unread("simpo_gamma", "loss", [self.loss], ["simpo"])
+            check_at_least_zero("stage", self, "simpo_gamma")
 
     @property
     def nll_weight(self) -> float:

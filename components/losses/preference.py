@@ -1,7 +1,6 @@
 """Direct preference optimisation and its variants: pairs of answers, against a reference model."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -15,6 +14,7 @@ from components.losses.preference_base import (
     Pairs,
     ReferencedLoss,
     check_label_smoothing,
+    refuse_unread,
     sides,
     verbosity_weights,
 )
@@ -88,7 +88,7 @@ class DPO(ReferencedLoss):
         if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
             raise ConfigError(f"stage.ld_alpha: must be from 0 to 1, got {self.ld_alpha}.")
         if self.discopop_tau is not None:
-            refuse_unread("discopop_tau", self.losses)
+            refuse_unread("discopop_tau", "loss", self.losses, readers("discopop_tau"))
             if not 0 < self.discopop_tau < math.inf:
                 raise ConfigError(f"stage.discopop_tau: must be a number above 0, got {self.discopop_tau}.")
         self._check_divergence()
@@ -131,7 +131,7 @@ class DPO(ReferencedLoss):
     def _check_label_smoothing(self) -> None:
         check_label_smoothing(self.label_smoothing)
         if self.label_smoothing:
-            refuse_unread("label_smoothing", self.losses)
+            refuse_unread("label_smoothing", "loss", self.losses, readers("label_smoothing"))
         elif "exo_pair" in self.losses:
             raise ConfigError(
                 "stage.label_smoothing: stage.loss=exo_pair takes its logarithm; "
@@ -152,11 +152,7 @@ class DPO(ReferencedLoss):
             )
         if coefficient is None:
             return
-        if kind != "alpha_divergence":
-            raise ConfigError(
-                f"stage.alpha_divergence_coef: stage.f_divergence={kind} does not read it; "
-                "remove it, or use stage.f_divergence=alpha_divergence."
-            )
+        refuse_unread("alpha_divergence_coef", "f_divergence", [kind], ["alpha_divergence"])
         if not math.isfinite(coefficient):
             raise ConfigError(f"stage.alpha_divergence_coef: must be a number, got {coefficient}.")
 
@@ -200,11 +196,6 @@ class DPO(ReferencedLoss):
         return F_DIVERGENCES[self.f_divergence](log_ratio)
 
 
-def refuse_unread(option: str, losses: Sequence[str]) -> None:
-    """Raise ConfigError if none of ``losses`` reads ``option``."""
-    readers = [name for name, function in PAIR_LOSSES.items() if option in loss_options(function)]
-    if not {*losses} & {*readers}:
-        raise ConfigError(
-            f"stage.{option}: stage.loss={','.join(losses)} does not read it; "
-            f"remove it, or use stage.loss={' or '.join(readers)}."
-        )
+def readers(option: str) -> list[str]:
+    """Return the losses that read ``option``."""
+    return [name for name, function in PAIR_LOSSES.items() if option in loss_options(function)]

@@ -130,6 +130,15 @@ def check_label_smoothing(share: float) -> None:
         )
 
 
+def refuse_unread(option: str, key: str, chosen: Sequence[str], readers: Sequence[str]) -> None:
+    """Raise ConfigError if only values of ``key`` other than ``chosen``, the ``readers``, read ``option``."""
+    if not {*chosen} & {*readers}:
+        raise ConfigError(
+            f"stage.{option}: stage.{key}={','.join(chosen)} does not read it; "
+            f"remove it, or use stage.{key}={' or '.join(readers)}."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReferenceOptions:
     """The reference model of a loss. ``reference=none`` means reference log-probabilities of 0."""
