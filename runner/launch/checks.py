@@ -91,10 +91,6 @@ class RunPreparation:
     resources: ExitStack = field(default_factory=ExitStack)
     """Contexts to leave when the run has ended: the lock of its folder."""
 
-    def may_continue(self, folder: Path) -> bool:
-        """Return whether ``checkpoint.resume=auto`` may continue the run in ``folder``."""
-        return is_own_run(folder, self.where.sweep_job)
-
     @property
     def evaluation_data(self) -> str:
         """The option that names evaluation data."""
@@ -166,28 +162,21 @@ class RunPreparation:
         layout.check(model, optimizer, options, world_size=self.world_size)
 
     def identity(self, model: nn.Module, data: Prepared) -> RunIdentity:
-        run, reference = self.experiment.run, self.reference.describe_init
-        return RunIdentity(
-            model=self.experiment.model.shape_hash(model),
-            data=data.identity,
-            optimizer=self.experiment.optimizer.kind,
-            reference=reference and reference + self.seed_suffix(self.reference.model),
-            seed=run.seed,
-            global_batch_size=run.global_batch_size,
-            **self.frozen_identity(model),
-        )
-
-    def frozen_identity(self, model: nn.Module) -> dict[str, str]:
-        """Return the additional fields of the run's identity if a part of the model is frozen, else {}."""
-        experiment = self.experiment
+        experiment, reference, trained = self.experiment, self.reference.describe_init, None
         if experiment.adapter is not None:
             trained = experiment.adapter.shape_hash(model)
         elif experiment.model.freeze or experiment.model.train_only:
             trained = experiment.model.trained_shape_hash(model)
-        else:
-            return {}
-        base = experiment.model.content_hash() + self.seed_suffix(experiment.model)
-        return {"trained": trained, "base": base}
+        return RunIdentity(
+            model=experiment.model.shape_hash(model),
+            data=data.identity,
+            optimizer=experiment.optimizer.kind,
+            reference=reference and reference + self.seed_suffix(self.reference.model),
+            seed=experiment.run.seed,
+            global_batch_size=experiment.run.global_batch_size,
+            trained=trained,
+            base=trained and experiment.model.content_hash() + self.seed_suffix(experiment.model),
+        )
 
     def seed_suffix(self, model: ModelConfig) -> str:
         """Return the seed as a suffix for the run's identity if the weights of ``model`` are random, else "".
@@ -215,7 +204,8 @@ class RunPreparation:
                 force=checkpoint.allow_mismatch,
                 evaluates=run.evaluate_only,
             )
-            resume = asked.resolve(Path(run.output_dir), run.name, identity, self.may_continue)
+            may_continue = partial(is_own_run, job=self.where.sweep_job)
+            resume = asked.resolve(Path(run.output_dir), run.name, identity, may_continue)
         if resume is not None:
             TrainState.read(resume)
             if self.reference.sync_every and read_meta(resume).model_only:
