@@ -9,7 +9,6 @@ from benchmarks.memory.memory_ranks import measure
 from components.engines.fsdp2.compile import choose_kernels
 from components.preflight.engine_layouts import EngineLayout, memory
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
-from components.reference.source import resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
 from runner.training.rank import DTYPES
@@ -176,7 +175,7 @@ class Bench:
 def estimated(
     experiment: Experiment, world_size: int, workload: MicrobatchShape, device: Literal["cpu", "cuda"]
 ) -> list[RankMemory]:
-    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    source = experiment.reference
     run, model = experiment.run, experiment.model.build(experiment.model.config())
     step = MemoryInputs(
         world_size=world_size,

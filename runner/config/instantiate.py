@@ -5,6 +5,7 @@ import json
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from hydra.utils import get_object
@@ -21,6 +22,7 @@ from components.contracts.parallelism import ParallelismSpec
 from components.contracts.scheduler import SchedulerSpec
 from components.json_text import one_line, validator
 from components.loggers import LoggerSpec
+from components.reference.source import ReferenceSource, resolve_reference
 from components.targets import described
 from runner.config.run_config import (
     CheckpointConfig,
@@ -82,6 +84,11 @@ class Experiment:
     """Any number of loggers, by name."""
     hook: Mapping[str, Hook]
     """Any number of hooks, by name, in the order of their calls."""
+
+    @cached_property
+    def reference(self) -> ReferenceSource:
+        """The reference model. Raises ConfigError if its options contradict each other or the rest."""
+        return resolve_reference(self.stage, self.model, self.adapter)
 
 
 def build_experiment(config: Config, where: ConfigSources) -> Experiment:

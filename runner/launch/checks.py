@@ -34,7 +34,7 @@ from components.preflight.estimates.device_specs import find_device
 from components.preflight.eval_metrics import check_watched_metric, check_watched_set
 from components.preflight.search.candidate import Candidate
 from components.rank_info import RankInfo, check_place
-from components.reference.source import ReferenceSource, about_reference, resolve_reference
+from components.reference.source import ReferenceSource, about_reference
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import watched_metric
 from runner.config.sources import ConfigSources
@@ -355,7 +355,7 @@ def check_launch(
     run, ahead, checkpoint = experiment.run, experiment.preflight, experiment.checkpoint
     if checkpoint.init_from is not None:  # so that ranks read the checkpoint that is the newest now
         config = {**config, "checkpoint": {**config["checkpoint"], "init_from": checkpoint.init_from}}
-    reference = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    reference = experiment.reference
     if run.evaluate_only and checkpoint.resume == "never":
         is_other = reference.is_separate_model or experiment.adapter is not None  # without the adapter
         checks.check_evaluated_reference(reference.choice, other=is_other)

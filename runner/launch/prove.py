@@ -17,7 +17,6 @@ from components.proof.small_experiment import small_adapter, small_data, small_m
 from components.proof.small_layout import SIZES, STAGES, resized, size_names, small_layouts
 from components.proof.steps import ONE_PROCESS
 from components.proof.verdict import BOUND, Errors, compare
-from components.reference.source import resolve_reference
 from runner.config.instantiate import build_experiment
 from runner.launch.checks import RunPreparation, check_parts
 from runner.launch.spawn import run_workers
@@ -171,8 +170,7 @@ def with_layout(launch: RunPreparation, layout: ParallelismSpec) -> tuple[RunPre
     changed += [row for node, keys in nodes.items() for row in differences(node, before[node], keys)]
     small = {**config, **{node: {**config[node], **keys} for node, keys in nodes.items()}}
     proved = build_experiment(small, launch.where)
-    reference = resolve_reference(proved.stage, proved.model, proved.adapter)
-    found = replace(launch, config=small, experiment=proved, reference=reference, world_size=ranks)
+    found = replace(launch, config=small, experiment=proved, reference=proved.reference, world_size=ranks)
     found.check_components()
     replace(found, experiment=replace(proved, parallelism=ONE_PROCESS), world_size=1).check_components()
     return found, changed

@@ -35,7 +35,6 @@ from components.preflight.estimates.flops import (
 )
 from components.rank_info import RankInfo
 from components.reference.precompute import precompute
-from components.reference.source import resolve_reference
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import CheckpointConfig, seconds, watched_metric
 from runner.config.sources import ConfigSources
@@ -260,7 +259,7 @@ def build_engine(experiment: Experiment, device: DeviceKind, **others: Any) -> E
 
 def training_options(experiment: Experiment, device: DeviceKind) -> EngineOptions:
     """Build the options of the engine that trains."""
-    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    source = experiment.reference
     return engine_options(
         experiment,
         device,
@@ -292,7 +291,7 @@ def fill_reference(experiment: Experiment, folder: Path, record: RunRecord, watc
     """Compute the reference log-probabilities that the cache lacks; every rank calls this function."""
     if record.reference is None or not record.reference.compute:
         return
-    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    source = experiment.reference
     # The reference of this engine is the model itself, without dropout.
     options = engine_options(experiment, record.device, reference="adapter_off")
     engine = experiment.parallelism.build(source.frozen_spec(), experiment.optimizer, options)
@@ -446,7 +445,7 @@ def unlogged_run(experiment: Experiment, folder: Path, engine: Engine) -> HookRu
 
 
 def reference_hook(experiment: Experiment) -> Hook:
-    return SyncReference(source=resolve_reference(experiment.stage, experiment.model, experiment.adapter))
+    return SyncReference(source=experiment.reference)
 
 
 def open_stream(
@@ -482,7 +481,7 @@ def reporter(
 ) -> MetricsReporter:
     """Build the reporter, which prints and logs only with a ``console``; only rank 0 has one."""
     sizes = matmul_sizes(experiment.model.meta_model, adapted=experiment.adapter is not None)
-    source = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
+    source = experiment.reference
     reference = None if source.engine_mode == "none" else matmul_sizes(source.model.meta_model)
     passes = passes_without_gradient(experiment.stage, sizes, reference)
     flops = partial(step_flops, sizes, forward_only=passes)

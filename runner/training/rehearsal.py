@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 from components.contracts.json_types import Json
-from components.reference.source import resolve_reference
 from components.rehearsal.fake_cuda import Gpu
 from components.rehearsal.outcome import describe
 from components.rehearsal.rehearsed_run import RehearsedRun, install, rehearse
@@ -26,7 +25,6 @@ def rehearse_rank(folder: Path, request: Json) -> Json:
     rank, world_size = request["rank"], request["world_size"]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    reference = resolve_reference(experiment.stage, experiment.model, experiment.adapter)
     run = RehearsedRun(
         parallelism=experiment.parallelism,
         model=experiment.model,
@@ -38,7 +36,7 @@ def rehearse_rank(folder: Path, request: Json) -> Json:
         global_batch_size=experiment.run.global_batch_size,
         micro_batch_size=experiment.run.rows_per_microbatch,
         hooks=[hook for hook in experiment.hook.values() if hook.weight_copies],
-        has_ref_logps=reference.choice == "precomputed",
+        has_ref_logps=experiment.reference.choice == "precomputed",
         observed=partial(unlogged_run, experiment, folder),
     )
     mode = install(Gpu(**request["gpu"]), rank, world_size)
