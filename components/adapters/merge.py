@@ -61,11 +61,11 @@ def merged_weights(
 
     Matrices that were frozen in 4 bits are rounded to their 4-bit values, with which the adapter was trained.
     """
-    shapes, coarse = adapter.shapes(model), adapter.quantized_weights(model)
+    shapes, quantized = adapter.shapes(model), adapter.quantized_weights(model)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         value = (own if name in shapes else weights)(name).float()
-        value = nf4.rounded(value) if name in coarse else value
+        value = nf4.rounded(value) if name in quantized else value
         return added(value, name.removesuffix(".weight"), shapes, own, adapter)[index]
 
     return read

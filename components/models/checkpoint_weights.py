@@ -32,13 +32,13 @@ def checkpoint_weights(
     option: str,
     *,
     kind: str = "model",
-    without_further: PreTrainedModel | None = None,
+    without_mtp: PreTrainedModel | None = None,
 ) -> WeightSource:
     """Return a source of the tensors ``shapes`` from the checkpoint ``folder``.
 
     Their keys have the prefix ``kind``, with which the checkpoint may have no other tensors. If the optimizer
     has other weights for evaluations, such as an average, ``model`` means these weights. If the model
-    ``without_further`` is given, layers for multi-token prediction that it lacks are ignored.
+    ``without_mtp`` is given, layers for multi-token prediction that it lacks are ignored.
 
     Raises:
         ConfigError: (naming ``option``) if a tensor is missing, superfluous or of another shape.
@@ -47,8 +47,8 @@ def checkpoint_weights(
     if kind == "model":
         kind = tensors.kind_to_evaluate
     stored = tensors.shapes(kind)
-    if without_further is not None:
-        kept = set(unused_names(stored, without_further))
+    if without_mtp is not None:
+        kept = set(unused_names(stored, without_mtp))
         stored = {name: shape for name, shape in stored.items() if name in shapes or name in kept}
     check_shapes(folder, stored, shapes, option)
 

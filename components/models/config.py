@@ -277,7 +277,7 @@ class ModelSpec:
         model = self.meta_model
         if self.initial_checkpoint is not None:
             shapes = named_shapes(model)
-            return checkpoint_weights(self.initial_checkpoint, shapes, INIT_FROM, without_further=model)
+            return checkpoint_weights(self.initial_checkpoint, shapes, INIT_FROM, without_mtp=model)
         if self.init == "random":
             return random_weights(model, seed)
         folder = self.folder(weights=True)

@@ -82,13 +82,13 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {token for token in (tokenizer.eos_token_id, turn_end(tokenizer)) if token is not None}
 
 
-def with_stops(found: list[int] | int | None, further: Iterable[int | None]) -> list[int] | int | None:
-    """Return ``found``, the stop tokens of a configuration, preceded by those of ``further`` that it lacks.
+def with_stops(found: list[int] | int | None, others: Iterable[int | None]) -> list[int] | int | None:
+    """Return ``found``, the stop tokens of a configuration, preceded by those of ``others`` that it lacks.
 
     A single token is a number, as in transformers, unless ``found`` is a list.
     """
     stops = found if isinstance(found, list) else [] if found is None else [found]
-    every = [*sorted({token for token in further if token is not None} - {*stops}), *stops]
+    every = [*sorted({token for token in others if token is not None} - {*stops}), *stops]
     return every if len(every) > 1 or (every and isinstance(found, list)) else next(iter(every), None)
 
 

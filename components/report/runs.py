@@ -190,12 +190,12 @@ def read_run(entry: Entry, points: int) -> RunPage:
 
     if is_forecast(folder):
         run.config = dict(flat("", part("config.yaml", read_yaml) or {}))
-        run.preflight = part("preflight.json", read_optional_json)
+        run.preflight = part("preflight.json", read_json_object)
         return run
     run.facts = part("run.json", read_facts) or {}
     run.config = dict(flat("", part("config.yaml", read_yaml) or {}))
     run.audit = part("audit.json", read_audit)
-    run.preflight = part("preflight.json", read_optional_json)
+    run.preflight = part("preflight.json", read_json_object)
     run.samples = part("samples.json", read_samples) or []
     last = {path.parent: path for path in sorted(folder.glob("completions/**/step_*.jsonl"))}
     names = [str(path.relative_to(folder)) for path in last.values()]
@@ -209,20 +209,20 @@ def read_run(entry: Entry, points: int) -> RunPage:
     return run
 
 
-def read_optional_json(path: Path) -> Json:
+def read_json_object(path: Path) -> Json:
     return as_type(Json, parse_json(path.read_text()))
 
 
 def read_facts(path: Path) -> Json:
     """Return the content of run.json; raise ValueError if a field that the page shows has another type."""
-    found = read_optional_json(path)
+    found = read_json_object(path)
     as_type(ShownFacts, found)
     return found
 
 
 def read_audit(path: Path) -> Json:
     """Return the content of audit.json; raise ValueError if its sources are not tables."""
-    found = read_optional_json(path)
+    found = read_json_object(path)
     for split in found.values():
         if isinstance(split, dict):
             as_type(list[Json], split.get("sources", []))
@@ -264,7 +264,7 @@ def failure_excerpt(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(folder.glob("logs/error_*.json")):
         try:
-            found[path.name] = last_lines(as_type(str, read_optional_json(path).get("text", "")).strip(" :"))
+            found[path.name] = last_lines(as_type(str, read_json_object(path).get("text", "")).strip(" :"))
         except (OSError, ValueError):
             continue  # a rank was killed while writing it
     for path in [folder / "train.log", *sorted(folder.glob("logs/rank_*.log"))]:

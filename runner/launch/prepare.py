@@ -111,8 +111,8 @@ def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRe
     if own is None:
         if continues:
             runs = Path(run.output_dir, run.name)
-            told = f"checkpoint.resume=auto: no run with a checkpoint in {runs}; a new run begins"
-            launch.console.print(told, soft_wrap=True, highlight=False)
+            message = f"checkpoint.resume=auto: no run with a checkpoint in {runs}; a new run begins"
+            launch.console.print(message, soft_wrap=True, highlight=False)
         folder = create_run_folder(run.output_dir, run.name)
         launch.resources.enter_context(locked(folder))
         return folder, RunRecord()

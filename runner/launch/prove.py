@@ -186,5 +186,5 @@ def differences(name: str, old: Config, new: Json) -> Iterator[Json]:
         if isinstance(value, dict):
             yield from differences(known, before if isinstance(before, Mapping) else {}, value)
         elif before != value and not isinstance(value, list) and known not in NOT_SHOWN:
-            told = [v if isinstance(v, str) else json.dumps(v, default=str) for v in (before, value)]
-            yield {"key": known, "composed": told[0], "proof": told[1]}
+            shown = [v if isinstance(v, str) else json.dumps(v, default=str) for v in (before, value)]
+            yield {"key": known, "composed": shown[0], "proof": shown[1]}

@@ -44,10 +44,12 @@ def print_rehearsal(launch: RunPreparation, found: PreparedRun) -> float:
         "data": found.data.to_json(),
     }
     record = run_rehearsal(folder, library, request)
-    told = rehearsal_report(case, stage[rank], record, ahead.num_steps)
+    report = rehearsal_report(case, stage[rank], record, ahead.num_steps)
     forecast = survey(case, launch.config)
-    write_atomic(folder / "preflight.json", Report({**forecast.sections, **told.sections}, {}).to_json())
-    console.print(found.data.audit.render(), forecast.render(), told.render_all(), told.render(), sep="\n")
+    write_atomic(folder / "preflight.json", Report({**forecast.sections, **report.sections}, {}).to_json())
+    console.print(
+        found.data.audit.render(), forecast.render(), report.render_all(), report.render(), sep="\n"
+    )
     console.print(f"preflight folder: {folder}", soft_wrap=True, highlight=False)
     if record["violations"]:
         raise TrainingError(f"rank {rank} would fail on a GPU: {record['violations'][0]}.")

@@ -75,8 +75,8 @@ class Prompt:
 
 def _is_alpaca(record: Json) -> bool:
     """Return whether ``prompt`` is the instruction of a record of alpaca."""
-    further = [record.get(name) for name in ("query", "input")]
-    has_more = any(isinstance(value, str) and value for value in further)
+    inputs = [record.get(name) for name in ("query", "input")]
+    has_more = any(isinstance(value, str) and value for value in inputs)
     has_more |= isinstance(record.get("history"), list) and bool(record["history"])
     return isinstance(record.get("prompt"), str) and has_more and not {*_ANSWERS} & record.keys()
 

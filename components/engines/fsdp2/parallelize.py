@@ -78,7 +78,7 @@ class LogProbModel(nn.Module):
 
     def __init__(self, lm: PreTrainedModel, context: ContextParallel) -> None:
         super().__init__()
-        self.lm, self.context, self.further = lm, context, MTPHead(lm)
+        self.lm, self.context, self.mtp_head = lm, context, MTPHead(lm)
         self.routing: RouterHooks | None = None
         """Hooks on the MoE routers. None means that the model has no experts or is not trained."""
         self.neftune, self.noise = NO_NOISE, NoisyEmbedding()
@@ -151,7 +151,7 @@ class LogProbModel(nn.Module):
         if not depths:
             return
         ids = [self.context.shard(depth.batch.input_ids) for depth in depths]
-        for state, depth in zip(self.further(hidden, ids, self._embed), depths, strict=True):
+        for state, depth in zip(self.mtp_head(hidden, ids, self._embed), depths, strict=True):
             weights = (depth.batch.labels != IGNORE) * factor
             yield self._stats(state, depth, frozenset(), weights).logps
 

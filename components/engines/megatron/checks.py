@@ -65,7 +65,7 @@ def contradictions(layout: Layout) -> dict[str, str]:
     overlapping = "gradients are reduced at once; use parallelism.overlap_grad_reduce=true, or leave it out"
     gathered = "needs parallelism.distributed_optimizer=true and parallelism.overlap_grad_reduce=true"
     unlimited = "experts take all tokens; set parallelism.capacity_factor, or leave it out"
-    told = layout.first_stage_layers is not None or layout.last_stage_layers is not None
+    gives_ends = layout.first_stage_layers is not None or layout.last_stage_layers is not None
     alone = layout.pp == 1
     found = {
         "vpp": (layout.vpp > 1 and alone, staged),
@@ -107,7 +107,7 @@ def contradictions(layout: Layout) -> dict[str, str]:
     }
     return {key: needs for key, (lacking, needs) in found.items() if lacking} | (
         {"pipeline_layout": "first_stage_layers or last_stage_layers is set too; use one of the two ways"}
-        if told and layout.pipeline_layout is not None
+        if gives_ends and layout.pipeline_layout is not None
         else {}
     )
 

@@ -47,13 +47,13 @@ def check(layout: Layout, model: PreTrainedModel, options: EngineOptions) -> Non
     Raises:
         ConfigError: if it does not compute this run, or a rank's part of a matrix has an unsuitable size.
     """
-    told = model.config, layout, options.dtype, options.device, options.adapter
-    if (reason := why_no_transformer_engine(*told)) is not None:
+    arguments = model.config, layout, options.dtype, options.device, options.adapter
+    if (reason := why_no_transformer_engine(*arguments)) is not None:
         raise ConfigError(
             f"run.dtype: fp8 with Megatron is computed by transformer-engine, but {reason}; use "
             "parallelism=fsdp2, or run.dtype=bf16."
         )
-    if not uses_transformer_engine(*told):
+    if not uses_transformer_engine(*arguments):
         raise ConfigError(
             f"parallelism.transformer_impl: is {layout.transformer_impl}, which chooses Megatron's own "
             "layers on this machine, and they do not compute in float8; use transformer_engine, or "

@@ -43,21 +43,21 @@ def check_uneven(layout: Layout, num_layers: int) -> None:
         ConfigError: if the layers of a stage cannot be split into its chunks, or the rest is not divisible.
     """
     ends = {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
-    told = {key: layers for key, layers in ends.items() if layers is not None}
-    for key, layers in told.items():
+    given = {key: layers for key, layers in ends.items() if layers is not None}
+    for key, layers in given.items():
         if layers % layout.vpp:
             raise ConfigError(
                 f"parallelism.{key}: {layers} layers cannot be cut into vpp = {layout.vpp} chunks; "
                 f"use a multiple of {layout.vpp}."
             )
-    left, stages = num_layers - sum(told.values()), layout.pp - len(told)
+    left, stages = num_layers - sum(given.values()), layout.pp - len(given)
     if left < 0 or (left > 0 and not stages) or (stages and (left == 0 or left % (stages * layout.vpp))):
-        words = " + ".join(f"{key} = {layers}" for key, layers in told.items())
+        words = " + ".join(f"{key} = {layers}" for key, layers in given.items())
         chunks = stages * layout.vpp
         needed = f"a positive multiple of {chunks}" if chunks else "none"
         raise ConfigError(
-            f"parallelism.{next(iter(told))}: {words} leaves {left} of {num_layers} layers to {stages} other "
-            f"stage(s) of vpp = {layout.vpp} chunks; leave {needed}."
+            f"parallelism.{next(iter(given))}: {words} leaves {left} of {num_layers} layers to {stages} "
+            f"other stage(s) of vpp = {layout.vpp} chunks; leave {needed}."
         )
 
 
@@ -135,9 +135,9 @@ def layers_of_chunks(layout: Layout, num_layers: int) -> list[int]:
 def layers_by_stage(layout: Layout, num_layers: int) -> list[int]:
     """Return the number of layers of each stage; stages without a given number split the rest evenly."""
     ends = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
-    told = {stage: layers for stage, layers in ends.items() if layers is not None}
-    each = (num_layers - sum(told.values())) // max(layout.pp - len(told), 1)
-    return [told.get(stage, each) for stage in range(layout.pp)]
+    given = {stage: layers for stage, layers in ends.items() if layers is not None}
+    each = (num_layers - sum(given.values())) // max(layout.pp - len(given), 1)
+    return [given.get(stage, each) for stage in range(layout.pp)]
 
 
 def numbered(layout: Layout, num_layers: int, mtp: int = 0) -> list[list[int]]:

@@ -142,8 +142,8 @@ class BlockActivations:
     """Elements of all matrices from which DoRA computes the norms of one weight; maximum over the weights."""
     dropout: int = 0
     """Bytes per token that dropout before adapters saves."""
-    mlp_further: float = 0
-    """Bytes per token that ``dora`` and ``dropout`` have in the MLP."""
+    mlp_adapter_bytes: float = 0
+    """Bytes per token that adapters save in the MLP, as counted in ``dora`` and ``dropout``."""
     kind: Literal["mlp", "moe"] = "mlp"
     """Whether the MLP is dense or has experts."""
     is_mtp: bool = False
@@ -176,7 +176,7 @@ class BlockActivations:
 
     def recomputed(self, tokens: int) -> list[int]:
         """Return the bytes that each of ``run.modules`` in this block saves, if it is not recomputed."""
-        of_mlp = tokens * (self.mlp.kept * self.run.size + self.mlp_further)
+        of_mlp = tokens * (self.mlp.kept * self.run.size + self.mlp_adapter_bytes)
         sizes: dict[str, int] = {"core_attn": self.attention(tokens), self.kind: int(of_mlp)}
         return [sizes[name] for name in self.run.modules if name in sizes]
 
@@ -191,8 +191,8 @@ class BlockActivations:
         (for other MLPs, see ``MlpActivations.gradients``). An MTP layer begins with its last norm.
         """
         begins_again = self.run.recompute == "full" or self.kind in self.run.modules
-        further = self.mlp.again or self.mlp.gradients if begins_again else self.mlp.gradients
-        gradients = (self.hidden + further) * self.run.size
+        of_mlp = self.mlp.again or self.mlp.gradients if begins_again else self.mlp.gradients
+        gradients = (self.hidden + of_mlp) * self.run.size
         if self.is_mtp:
             gradients = max(gradients, self.hidden * self.norm_gradients)
         return self.again(tokens) + int(tokens * gradients)
@@ -212,8 +212,8 @@ class BlockActivations:
         """
         if self.run.recompute == "full":
             return self.saved(tokens) + self.forward(tokens)
-        further = self.mlp.products if self.kind in self.run.modules else self.mlp.forward
-        return self.saved(tokens) + int(tokens * further * self.run.size)
+        temporaries = self.mlp.products if self.kind in self.run.modules else self.mlp.forward
+        return self.saved(tokens) + int(tokens * temporaries * self.run.size)
 
     def backward_of_norm(self, tokens: int) -> int:
         """Return the bytes in the backward pass of the norm before the MLP, the peak if the MLP is narrow.

@@ -43,7 +43,7 @@ from components.preflight.estimates.model_shape import (
     norms_of_hidden,
 )
 from components.preflight.estimates.moe_activations import fsdp2_moe
-from components.preflight.estimates.parameter_counts import Cuts, Parameter, owned_state, parameters
+from components.preflight.estimates.parameter_counts import ParallelSizes, Parameter, owned_state, parameters
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
 NORM_GRADIENTS = 5
@@ -133,8 +133,8 @@ class ModelParameters:
         return sum(part.unsharded for part in self.parts) - self.unsharded_trained
 
     def frozen_bytes(self, size: int) -> int:
-        further = sum(part.quantized_bytes + part.initial * (FP32 - size) for part in self.parts)
-        return self.unsharded_frozen * size + further
+        extra = sum(part.quantized_bytes + part.initial * (FP32 - size) for part in self.parts)
+        return self.unsharded_frozen * size + extra
 
 
 def memory(
@@ -174,7 +174,7 @@ def memory(
         asked.append({"gradients": gradients, "buffers": gradients})
     if needs_whole_weights(optimizer):
         ranks = step.world_size
-        whole = parameters(model, Cuts(ep=layout.ep), step.adapter)
+        whole = parameters(model, ParallelSizes(ep=layout.ep), step.adapter)
         owned = owned_state(optimizer, whole, ranks, ranks // layout.ep)
         resting["moments"] = owned.moments
         gathered = 2 * owned.weights if ranks > 1 else 0
@@ -686,7 +686,7 @@ def count_parameters(
     """
     prefixes = block_prefixes(model)
     found: list[list[Parameter]] = [[] for _ in range(len(prefixes) + 1)]
-    for parameter in parameters(model, Cuts(layout.tp, layout.ep, layout.tp), adapter):
+    for parameter in parameters(model, ParallelSizes(layout.tp, layout.ep, layout.tp), adapter):
         inside = (number for number, prefix in enumerate(prefixes) if parameter.name.startswith(prefix))
         found[next(inside, len(prefixes))].append(parameter)
     *inner, root = (
@@ -778,7 +778,7 @@ def block_activations(
             other if n in routed else plain,
             dora=widths[n],
             dropout=dropped[n],
-            mlp_further=width * run.size + num_bytes,
+            mlp_adapter_bytes=width * run.size + num_bytes,
         )
         for n, (width, num_bytes) in enumerate(of_mlps)
     ]

@@ -39,7 +39,7 @@ from components.preflight.estimates.model_shape import (
     norms_of_hidden,
 )
 from components.preflight.estimates.moe_activations import megatron_moe
-from components.preflight.estimates.parameter_counts import Cuts, Parameter, owned_state, parameters
+from components.preflight.estimates.parameter_counts import ParallelSizes, Parameter, owned_state, parameters
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
 
@@ -77,8 +77,8 @@ def memory(
             resting, built = resting | reference, [moment | reference for moment in built]
         asked = [*stage.moments(), *([stage.during_reference()] if asks else [])]
         if whole:
-            cuts = Cuts(ep=layout.ep)
-            inner, ends = stage_parameters(model, cuts, "".join(chunks), layers[number], step.adapter)
+            sizes = ParallelSizes(ep=layout.ep)
+            inner, ends = stage_parameters(model, sizes, "".join(chunks), layers[number], step.adapter)
             owned = owned_state(optimizer, [*inner, *ends], *sharing)
             resting |= {"masters": owned.weights, "moments": owned.moments}
             gathered = owned.weights if layout.tp > 1 else 0
@@ -408,8 +408,8 @@ def count_parameters(
 
     ``chunks`` are the joined contents of its chunks, in the letters of ``pipeline_split.chunk_layers``.
     """
-    cuts = Cuts(layout.tp, layout.ep, layout.etp)
-    layer, share = stage_parameters(model, cuts, chunks, layers, adapter)
+    sizes = ParallelSizes(layout.tp, layout.ep, layout.etp)
+    layer, share = stage_parameters(model, sizes, chunks, layers, adapter)
     return RankParameters(
         trained=count([*layer, *share], trained=True),
         trained_experts=count([p for p in layer if p.of_experts], trained=True),
@@ -433,10 +433,10 @@ def largest_experts(found: Sequence[Parameter]) -> int:
 
 
 def stage_parameters(
-    model: PreTrainedModel, cuts: Cuts, chunks: str, layers: Sequence[int], adapter: LoRA | None
+    model: PreTrainedModel, sizes: ParallelSizes, chunks: str, layers: Sequence[int], adapter: LoRA | None
 ) -> tuple[list[Parameter], list[Parameter]]:
     """Return the parameters of the layers of a rank, and those of its embedding, last norm and head."""
-    found = parameters(model, cuts, adapter)
+    found = parameters(model, sizes, adapter)
     ends = {"E": ("model.embed_tokens.",), "L": ("model.norm.", "lm_head.", "score.")}
     embeds_again = mtp.num_mtp_layers(model.config) > 0  # MTP layers embed the following tokens
     if "E" not in chunks and (ties_embedding(model) or embeds_again):
@@ -515,7 +515,7 @@ def block_activations(
             other if number in routed else plain,
             is_mtp=number >= main,
             dropout=saved,
-            mlp_further=of_mlps[number],
+            mlp_adapter_bytes=of_mlps[number],
         )
         for number, saved in enumerate(dropped)
     ]

@@ -44,7 +44,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class ParallelSizes:
     """Numbers of ranks that split matrices (tp), experts (ep), and the matrices of an expert (etp)."""
 
     tp: int = 1
@@ -53,18 +53,18 @@ class Cuts:
 
 
 @lru_cache(maxsize=8)  # MoE models have thousands of parameters, and a search calls this for every layout
-def census(model: PreTrainedModel, adapter: LoRA | None = None) -> tuple[Parameter, ...]:
+def model_parameters(model: PreTrainedModel, adapter: LoRA | None = None) -> tuple[Parameter, ...]:
     """Return the parameters of ``model`` and of its adapter.
 
     Tied parameters are listed once, and the matrices of all experts of a layer as one parameter.
     """
     found: dict[tuple[str, bool], Parameter] = {}
-    coarse = set() if adapter is None else adapter.quantized_weights(model)
+    quantized = set() if adapter is None else adapter.quantized_weights(model)
 
     def add(name: str, numel: int, *, trained: bool, cut: bool, beside: bool = False) -> None:
         of_expert = EXPERT_PARAM.match(name)
         if of_expert is None:
-            stored = num_bytes(numel) if name in coarse and not beside else 0
+            stored = num_bytes(numel) if name in quantized and not beside else 0
             found[name, beside] = Parameter(name, numel, trained, cut, quantized_bytes=stored)
             return
         name = f"{of_expert['experts']}.{of_expert['leaf']}"
@@ -89,16 +89,18 @@ def census(model: PreTrainedModel, adapter: LoRA | None = None) -> tuple[Paramet
 
 
 @lru_cache(maxsize=32)
-def parameters(model: PreTrainedModel, cuts: Cuts, adapter: LoRA | None = None) -> tuple[Parameter, ...]:
+def parameters(
+    model: PreTrainedModel, sizes: ParallelSizes, adapter: LoRA | None = None
+) -> tuple[Parameter, ...]:
     """Return the parameters with their sizes on one rank, before data-parallel sharding."""
 
     def cut(p: Parameter) -> Parameter:
         if p.of_experts:
-            ranks = cuts.ep * (cuts.etp if p.cut else 1)
-            return replace(p, numel=-(-p.numel // ranks), number=-(-p.number // cuts.ep))
-        return replace(p, numel=-(-p.numel // cuts.tp)) if p.cut else p
+            ranks = sizes.ep * (sizes.etp if p.cut else 1)
+            return replace(p, numel=-(-p.numel // ranks), number=-(-p.number // sizes.ep))
+        return replace(p, numel=-(-p.numel // sizes.tp)) if p.cut else p
 
-    return tuple(cut(p) for p in census(model, adapter))
+    return tuple(cut(p) for p in model_parameters(model, adapter))
 
 
 class OwnedState(NamedTuple):

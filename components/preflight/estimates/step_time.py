@@ -19,7 +19,7 @@ from components.preflight.estimates.flops import (
     passes_without_gradient,
     step_flops,
 )
-from components.preflight.estimates.parameter_counts import census
+from components.preflight.estimates.parameter_counts import model_parameters
 from components.preflight.estimates.quantities import CommInputs, ModelSize
 from components.preflight.estimates.workload import first_steps
 from components.preflight.search.candidate import Candidate
@@ -30,7 +30,7 @@ def parameter_counts(case: Candidate) -> dict[str, int]:
 
     Active parameters are those that a token uses, without the experts that are not chosen for it.
     """
-    found = census(case.model, case.adapter)
+    found = model_parameters(case.model, case.adapter)
     idle = (1 - share_of_experts(case.model)) * sum(p.numel for p in found if p.of_experts)
     total = sum(p.numel for p in found)
     moved = BIAS if case.adapter is None else ()  # router biases have no gradient, but training changes them
@@ -40,8 +40,8 @@ def parameter_counts(case: Candidate) -> dict[str, int]:
 
 def model_size(case: Candidate) -> ModelSize:
     config, of = case.model.config.get_text_config(), attention_shape(case.model.config)
-    counts, found = parameter_counts(case), census(case.model, case.adapter)
-    experts, coarse = [p for p in found if p.of_experts], [p for p in found if p.quantized_bytes]
+    counts, found = parameter_counts(case), model_parameters(case.model, case.adapter)
+    experts, in_4_bits = [p for p in found if p.of_experts], [p for p in found if p.quantized_bytes]
     layers, in_blocks = moe_blocks(case.model), tuple(block_prefixes(case.model))
     return ModelSize(
         parameters=counts["total"],
@@ -59,8 +59,8 @@ def model_size(case: Candidate) -> ModelSize:
         has_shared_experts=any(
             getattr(block, "shared_experts", None) is not None for block in layers.values()
         ),
-        quantized=sum(p.numel for p in coarse),
-        quantized_bytes=sum(p.quantized_bytes for p in coarse),
+        quantized=sum(p.numel for p in in_4_bits),
+        quantized_bytes=sum(p.quantized_bytes for p in in_4_bits),
         float8=sum(linear.weight.numel() for linear in float8_linears(case.model).values()) * case.float8,
         shared_by_stages=embedding_of_stages(case),
     )

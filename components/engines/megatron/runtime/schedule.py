@@ -75,7 +75,7 @@ class Pass:
     """The loss. Its ``requires`` names the statistics to compute besides ``logps``. If its ``weights`` are
     not None, the gradient of the output head is computed in the forward pass. None means that only ``logps``
     are computed."""
-    further: MTPConfig | None = None
+    mtp: MTPConfig | None = None
     """Multi-token prediction. None means that only the next token is predicted."""
     routers: MoELosses | None = None
     """The router terms of the loss and load counts. None means that nothing is added or counted."""
@@ -168,12 +168,12 @@ def make_inputs(
         lengths = agreed.tolist()
     common = max(lengths) if layout.pp > 1 else None
     rank = parallel_state.get_context_parallel_rank()
-    loss, mtp = wanted.loss, wanted.further
+    loss, mtp = wanted.loss, wanted.mtp
 
     def item(number: int, batch: Batch, *, filler: bool) -> PipelineInput:
         length = common or lengths[number]
         row = shard_batch(batch, cp=layout.cp, rank=rank, multiple=multiple, length=length)
-        told = (
+        routing = (
             token_routing(batch, row, wanted.routers, device, split=layout.sequence_parallel)
             if routed
             else None
@@ -190,7 +190,7 @@ def make_inputs(
         requires: frozenset[str] = frozenset() if loss is None else loss.requires
         ahead = mtp.batches(batch) if mtp else ()
         depths = tuple(mtp_request(shifted, row, device, wanted.factor) for shifted in ahead)
-        request = ForwardRequest(row.to(device), requires, scattered, noise, hashes, told, depths)
+        request = ForwardRequest(row.to(device), requires, scattered, noise, hashes, routing, depths)
         return PipelineInput(number, request, filler)
 
     assert len({len(batch.labels) for batch in microbatches}) == 1, (

@@ -15,7 +15,7 @@ from components.optimizers import AdamW
 from components.preflight import engine_layouts
 from components.preflight.engine_layouts import comm_cost, memory_savers
 from components.preflight.estimates.flops import matmul_sizes, train_flops
-from components.preflight.estimates.parameter_counts import Cuts, census, parameters
+from components.preflight.estimates.parameter_counts import ParallelSizes, model_parameters, parameters
 from components.preflight.estimates.quantities import (
     CommInputs,
     MemoryInputs,
@@ -91,12 +91,12 @@ def test_arithmetic_is_what_torch_counts(architecture: dict[str, Any]) -> None:
 @pytest.mark.parametrize("architecture", FAMILIES.values(), ids=FAMILIES)
 def test_ranks_hold_the_experts_between_them(architecture: dict[str, Any]) -> None:
     model = described(architecture)
-    whole = {p.name: p for p in census(model)}
+    whole = {p.name: p for p in model_parameters(model)}
     assert sum(p.numel for p in whole.values()) == sum(p.numel() for p in model.parameters())
     experts = {name for name, p in whole.items() if p.of_experts}
     assert len(experts) == 3 * (3 if architecture["model_type"] == "mixtral" else 2)
     assert not any("shared" in name for name in experts)
-    for p in parameters(model, Cuts(tp=1, ep=2, etp=2)):
+    for p in parameters(model, ParallelSizes(tp=1, ep=2, etp=2)):
         assert p.numel * (4 if p.of_experts else 1) == whole[p.name].numel
 
 
@@ -126,7 +126,7 @@ TOTAL, OF_EXPERTS = 30_532_122_624, 48 * 128 * 3 * 2048 * 768
 
 
 def test_the_published_sizes(qwen3_30b: tuple[Experiment, Any]) -> None:
-    found = census(qwen3_30b[1])
+    found = model_parameters(qwen3_30b[1])
     assert sum(p.numel for p in found) == TOTAL
     assert sum(p.numel for p in found if p.of_experts) == OF_EXPERTS
     active = TOTAL - OF_EXPERTS * 120 // 128
