@@ -47,7 +47,8 @@ class SourceAudit:
     long_prompts: int
     """Number of samples, kept or left out, whose prompt without the answer exceeds ``data.max_length``."""
     cut_prompts: int
-    """Number of truncated samples that keep less than half of their prompt, for example of a long answer."""
+    """Number of truncated samples that keep less than half of their prompt, for example because their answer
+    is long."""
     desirable: float | None
     """Share of desirable samples in unpaired data. None means other data."""
     stop_token_trained: float | None

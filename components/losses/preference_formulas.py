@@ -125,7 +125,8 @@ OF_THE_DIFFERENCE = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "robus
 """Losses of the difference of two scores, in which the partition function of any f-divergence cancels."""
 
 SMOOTHED_BY_DESIGN = frozenset({"robust", "exo_pair"})
-"""The losses above that TRL smooths. In a list with one of them, as in TRL, no other loss is smoothed."""
+"""Losses that are defined with ``label_smoothing``, which is an addition to others. If a list has one of
+them, the option applies only to these, as in TRL."""
 
 
 def loss_options(loss: PairLoss) -> frozenset[str]:

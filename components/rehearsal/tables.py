@@ -98,7 +98,10 @@ def traffic_rows(case: Candidate, found: Sequence[Json]) -> list[Config]:
 
 
 def names_of_ranks(case: Candidate) -> dict[tuple[int, ...], str]:
-    """Return the dimensions of every group of ranks, of which several may have the same ranks."""
+    """Return the label of each group by its ranks.
+
+    Groups with the same ranks have one entry, with their labels joined by commas.
+    """
     found: dict[tuple[int, ...], list[str]] = {}
     for label, members in groups(case.layout, case.world_size).items():
         for ranks in members:

@@ -53,6 +53,11 @@ _TRAINING = (
 def evaluation(arguments: Sequence[str]) -> list[str]:
     """Return the overrides with which ``python -m runner`` evaluates the model.
 
+    An example: of a run with ``stage=rm optimizer.lr=1e-5 run.max_time=1h data.train=a.jsonl run.name=x``,
+    and with the arguments ``checkpoint=RUN data.eval=b.jsonl``, the result is ``stage=rm optimizer.lr=1e-5
+    data.train=b.jsonl data.eval=b.jsonl run.name=evaluate_x checkpoint.resume=RUN
+    checkpoint.allow_mismatch=true data=files data.sources=null data.eval_fraction=0`` and ``_ONLY``.
+
     Raises:
         ConfigError: if not exactly one checkpoint is given, it is of a kind that cannot be evaluated, or its
             run names code that is not trusted; or if modules are trusted for a folder that names none.

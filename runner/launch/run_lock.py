@@ -22,7 +22,7 @@ log = logging.getLogger("runner")
 def locked(folder: Path, key: str = "run.output_dir") -> Iterator[None]:
     """Hold the lock of ``folder`` while the context is open; the system frees it if this process dies.
 
-    ``key`` is the option that names the folder. Of a run, only the process that prepares it holds the lock,
+    ``key`` is the option that names the folder. Only the process that prepares a run locks its folder,
     because the ranks end with that process. On a filesystem without locks, a warning is logged.
 
     Raises:

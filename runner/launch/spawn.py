@@ -27,7 +27,7 @@ POLL_S = 0.05
 TRACKERS_S = 30.0
 """Seconds in which rank 0 may close its trackers after it has reported a failure."""
 GRACE_S = 2.0
-"""Seconds of the waits for stacks to be written and for each killed process to end."""
+"""Longest wait in seconds, for stacks to be written and for each killed process to end."""
 
 Ranks = Sequence["subprocess.Popen[bytes]"]
 

@@ -392,7 +392,10 @@ def without_media(dataset: Any) -> Iterable[Record]:
 
 
 def _stored(feature: Any) -> Any:
-    """Return a feature of ``datasets``, or a mapping of features, of which only JSON is decoded."""
+    """Return ``feature``, a feature of ``datasets`` or a mapping of features, with decoding switched off.
+
+    Only its parts that are JSON are still decoded.
+    """
     if isinstance(feature, dict):
         return type(feature)({name: _stored(inner) for name, inner in feature.items()})
     if hasattr(feature, "feature"):  # a list

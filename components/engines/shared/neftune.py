@@ -23,9 +23,9 @@ class NEFTune:
     seed: int
 
     def noise_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the hash key (int64) and the bound of the noise times sqrt(H) (float32) of every position.
+        """Return the hash key (int64) of every position, and its bound of |noise| * sqrt(H) (float32).
 
-        Both have the shape of ``labels``. The bound is that of the absolute value, and is 0 on padding.
+        Both have the shape of ``labels``. The bound is 0 on padding.
         """
         ids = batch.real_sequence_ids()
         lengths = batch.seqlens.clamp(min=1).float()

@@ -12,10 +12,10 @@ CPU_ROWS = {8: 128, 4: 128, 2: 256}
 fp32, forward and backward of 300 to 600 tokens took 16 to 20 % less time with fewer queries per call."""
 
 CPU_WHOLE = {8: 768, 4: 768, 2: 0}
-"""Minimum length of a sequence that is computed in one call on a CPU if it needs no mask but the causal one,
-by bytes per element. A mask that is a tensor takes longer, above all in half precision: on a Xeon with AMX,
-with 6 heads of width 64, 384, 640 and 1024 tokens took 9, 18 and 31 ms in bf16, and with 256 queries per call
-10, 22 and 39 ms. In fp32, 2048 tokens took 113 ms, and 133 ms with 128 queries per call."""
+"""Minimum length of a sequence that is computed in one call on a CPU if it needs no mask except the causal
+one, by bytes per element. A mask that is a tensor takes longer, above all in half precision: on a Xeon with
+AMX, with 6 heads of width 64, 384, 640 and 1024 tokens took 9, 18 and 31 ms in bf16, and with 256 queries per
+call 10, 22 and 39 ms. In fp32, 2048 tokens took 113 ms, and 133 ms with 128 queries per call."""
 
 
 def packed_sdpa(
@@ -101,7 +101,8 @@ def needs_mask(queries: int, keys: int, window: int | None) -> bool:
 def queries_per_call(length: int, element_size: int, *, may_be_whole: bool) -> int:
     """Return how many of the ``length`` queries of a sequence are computed at a time on a CPU.
 
-    ``may_be_whole`` is whether the sequence needs no mask but the causal one, and torch has a kernel for it.
+    ``may_be_whole`` is whether the sequence needs no mask except the causal one, and torch has a kernel for
+    it.
     """
     if may_be_whole and length >= CPU_WHOLE[element_size]:
         return length

@@ -203,7 +203,22 @@ class StepMemory:
 
     These moments are in the last micro-batch, whose backward pass reduces the gradients block by block.
     Gradients of earlier micro-batches are accumulated in fp32: unsharded, or as shards if they are reduced
-    after each micro-batch.
+    after each micro-batch. In the order of time, the methods and what exists besides ``between_steps`` are
+
+        during_reference         a pass without gradient: a group's weights, temporaries, logits
+        during_first_gather      weights of the first group, buffers of two all-gathers, hidden states
+        during_forward           of a group of blocks: its weights, prefetched ones, saved activations
+        during_experts           of a block in the forward pass: also temporaries of its experts
+        during_head              in both passes: all saved activations, logits, the gradient of the head
+        during_block             in the backward pass: recomputed activations and gradients of the block,
+                                 prefetched weights, gradients of the next group that are being sent
+        during_expert_reduction  gradients of a block's experts, and their reduction buffer
+        before_reduction         gradients of a group, and their reduction buffer
+        during_reduction         this buffer and its quotient, for replicas that are not sharded
+        during_earlier_head      of an MTP layer, after its backward pass: gradients that wait for others
+        during_embedding         the full gradient of the embedding, and the first group's being sent
+        before_root_reduction    gradients outside of blocks, and their reduction buffer
+        during_root_reduction    this buffer, and shards of all gradients
     """
 
     weights: ModelParameters

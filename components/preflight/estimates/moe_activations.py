@@ -26,7 +26,8 @@ class Experts:
 
     number: int
     chosen: float
-    """Number of experts per token, with padding as a fraction."""
+    """Number of experts per token; on Megatron times ``padding_factor``, if experts are padded to their
+    capacity."""
     hidden: int
     inner: int
     """Width of an expert."""

@@ -74,7 +74,7 @@ class Queue:
 
 
 class JobArray:
-    """A monitor of ``jobs`` that completes the outcome of each job when it has ended."""
+    """The jobs of a sweep in SLURM's queue. The record of each job is completed when the job has ended."""
 
     def __init__(self, jobs: Sequence[SubmittedJob]) -> None:
         self.jobs, self.queue = {job.id: job for job in jobs}, Queue(jobs)

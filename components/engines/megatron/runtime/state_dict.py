@@ -103,7 +103,10 @@ def reference_tensors(kept: HFTensorSlices) -> dict[str, Tensor]:
 def parts_on_disk(
     kind: str, values: Tensor, members: Sequence[HFTensorSlice], meshes: TPMeshes
 ) -> dict[str, Tensor]:
-    """Return the tensors to write for a parameter with the full ``values``, by key, in host memory."""
+    """Return the slices ``members`` of ``values`` in host memory, by checkpoint key ``kind/name``.
+
+    ``values`` is a full state of one parameter. Slices that another pipeline stage writes are left out.
+    """
     parts = ((member, member.read(values).contiguous().cpu()) for member in members if member.primary)
     return {f"{kind}/{member.name}": as_dtensor(member, part, meshes.of(member)) for member, part in parts}
 
