@@ -44,7 +44,7 @@ def make_config(architecture: Config) -> PreTrainedConfig:
     model_type = fields.pop("model_type", None)
     if model_type is None:
         raise ConfigError("model.architecture.model_type: is missing; give one, such as qwen3 or llama.")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         hint = closest_word(str(model_type), CONFIG_MAPPING) or " Use one that it has, such as qwen3."
         raise ConfigError(f"model.architecture.model_type: transformers has no {model_type!r}.{hint}")
     kind = CONFIG_MAPPING[model_type]
@@ -68,7 +68,7 @@ def make_config(architecture: Config) -> PreTrainedConfig:
 
 
 def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """Return the configuration in ``folder``.
+    """Return the configuration in ``folder``. A negative ``pad_token_id``, as in older files, becomes None.
 
     Raises:
         ConfigError: if config.json is missing or malformed, model_type is unknown, the folder's model code is
@@ -96,12 +96,16 @@ def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig
             "model.safetensors or the files of its index; rename the files, and remove this field."
         )
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (*INVALID, OSError, ImportError) as error:
         raise ConfigError(
             f"model.path: {path}: transformers cannot load its configuration ({one_line(error)}); correct "
             "this, or name another model."
         ) from error
+    text = config.get_text_config()
+    if (getattr(text, "pad_token_id", None) or 0) < 0:
+        text.pad_token_id = None
+    return config
 
 
 def check_same(architecture: Config, config: PreTrainedConfig, path: str) -> None:
@@ -113,9 +117,9 @@ def check_same(architecture: Config, config: PreTrainedConfig, path: str) -> Non
             f"{config.model_type}; use model=hf, which reads the architecture from model.path."
         )
     for key, value in architecture.items():
-        if value is not None and getattr(made, key) != getattr(config, key):
+        if value is not None and getattr(made, key) != (found := getattr(config, key, None)):
             raise ConfigError(
-                f"model.architecture.{key}: is {value}, but model.path={path} has {getattr(config, key)}; "
+                f"model.architecture.{key}: is {value}, but model.path={path} has {found}; "
                 "the shape cannot be changed with model.init=pretrained."
             )
 
@@ -127,22 +131,31 @@ def check_rope(config: PreTrainedConfig) -> None:
     """
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     known = {"default", *ROPE_INIT_FUNCTIONS}
-    if rope_type not in known:
-        raise ConfigError(
-            f"model.architecture.rope_parameters.rope_type: no {rope_type!r}.{closest_word(rope_type, known)}"
-        )
+    if not isinstance(rope_type, str) or rope_type not in known:
+        hint = closest_word(str(rope_type), known) or " Use default, or one that transformers has."
+        raise ConfigError(f"model.architecture.rope_parameters.rope_type: no {rope_type!r}.{hint}")
 
 
 def check_sliding(fields: Config, config: PreTrainedConfig) -> None:
-    """Raise ConfigError if ``fields`` set a sliding window, and no layer of ``config`` has one."""
-    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
-    for key in ("sliding_window", "use_sliding_window"):
-        if fields.get(key) and "sliding_attention" not in layers:
-            raise ConfigError(
-                f"model.architecture.{key}: is {fields[key]}, but every layer of this {config.model_type} "
-                "attends to all positions; set sliding_window, use_sliding_window=true and a "
-                "max_window_layers below num_hidden_layers, or leave it out."
-            )
+    """Raise ConfigError if ``fields`` ask for a sliding window, and no layer of ``config`` has one.
+
+    Some families have none without ``use_sliding_window``, whatever the other fields say.
+    """
+    has_window = may_slide(config) and getattr(config, "sliding_window", None) is not None
+    asked = [key for key in ("sliding_window", "use_sliding_window") if fields.get(key)]
+    if "sliding_attention" in (fields.get("layer_types") or ()):
+        asked.append("layer_types")
+    if asked and not has_window:
+        raise ConfigError(
+            f"model.architecture.{asked[0]}: is {fields[asked[0]]}, but every layer of this "
+            f"{config.model_type} attends to all positions; set sliding_window, use_sliding_window=true and "
+            "(if the family has it) a max_window_layers below num_hidden_layers, or leave it out."
+        )
+
+
+def may_slide(config: PreTrainedConfig) -> bool:
+    """Return whether a layer of ``config`` has the ``sliding_window``, unless this is None."""
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
 
 
 def closest_word(word: str, known: Iterable[str]) -> str:

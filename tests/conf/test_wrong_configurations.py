@@ -314,7 +314,7 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "padding outside of the vocabulary": (
         ("+model.architecture.pad_token_id=99999999",),
         "model.architecture.pad_token_id: is 99999999",
-        "correct it",
+        "or null",
     ),
     "unknown activation": (
         ("model.architecture.hidden_act=banana",),

@@ -38,6 +38,9 @@ TINY = {
 }
 
 
+WINDOWS = ["sliding_attention"] * 2
+
+
 def composed(group: str, option: str) -> Any:
     """Return one option of a group, composed with the options that it is derived from."""
     chosen = f"{group}=[{option}]" if group == "logger" else f"{group}={option}"
@@ -138,6 +141,23 @@ def test_a_named_shape_accepts_its_published_config_and_no_other(tmp_path: Path)
     edit(tmp_path, model_type="mistral")
     with pytest.raises(ConfigError, match=r"model.architecture.model_type: is llama, but .* is mistral"):
         spec.config()
+
+
+def test_a_field_that_the_file_lacks_differs_from_one_that_is_given(tmp_path: Path) -> None:
+    """transformers declares no head_dim of qwen3_moe, so that a config without it has no such attribute."""
+    moe = TINY | {"model_type": "qwen3_moe"}
+    without = {key: value for key, value in moe.items() if key != "head_dim"}
+    (tmp_path / "config.json").write_text(json.dumps(without))
+    with pytest.raises(ConfigError, match=r"model.architecture.head_dim: is 4, but .* has None"):
+        ModelSpec(path=str(tmp_path), architecture=moe, init="pretrained").config()
+
+
+def test_a_negative_pad_token_in_a_file_is_none(saved: Path) -> None:
+    """With -1, torch would not train the embedding of the last token."""
+    edit(saved, pad_token_id=-1)
+    spec = ModelSpec(path=str(saved))
+    assert spec.config().pad_token_id is None
+    assert spec.meta_model.get_input_embeddings().padding_idx is None
 
 
 def test_training_configs_have_no_cache_and_building_leaves_them_alone() -> None:
@@ -283,6 +303,24 @@ def test_refuses_paths(path: str, revision: str | None, message: str) -> None:
             "rope_type: no 'yarm'. Did you mean yarn",
         ),
         ({"model_type": "bert", "head_dim": None}, "model.architecture.num_key_value_heads: BertConfig"),
+        ({"model_type": ["qwen3"]}, r"model.architecture.model_type: transformers has no \['qwen3'\]"),
+        ({"rope_parameters": {"rope_type": None}}, "rope_parameters.rope_type: no None. Use default"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_parameters.rope_type: no \['yarn'\]"),
+        ({"sliding_window": 8, "layer_types": WINDOWS}, "architecture.sliding_window: is 8, but every layer"),
+        (
+            {"layer_types": WINDOWS},
+            r"architecture.layer_types: is \['sliding_attention', .*, but every layer",
+        ),
+        (
+            {"model_type": "qwen3_moe", "sliding_window": 8},
+            "architecture.sliding_window: is 8, but every layer",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            "sliding_window: is 0; use 1 or more, or null",
+        ),
+        ({"pad_token_id": -1}, "model.architecture.pad_token_id: is -1, but the tokens are 0 to 63"),
+        ({"pad_token_id": 64}, "model.architecture.pad_token_id: is 64, but the tokens are 0 to 63"),
     ],
 )
 def test_refuses_architectures(changes: dict[str, Any], message: str) -> None:
