@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from components.adapters.lora_config import MAGNITUDE, A, B, LoRA, initial_name
-from components.adapters.peft_folder import BASE, CONFIG, REVISION, adapter_file, read_settings
+from components.adapters.peft_folder import BASE, CONFIG, adapter_file, base_revision, read_settings
 from components.contracts.errors import ConfigError
 from components.json_text import read_json
 from components.models import ModelSpec, WeightSource, named_shapes, nf4, stream_folder
@@ -35,6 +35,13 @@ def merge_adapter(
     """
     target = new_folder(output)
     spec = base_of(adapter, base, trust_remote_code=trust_remote_code)
+    try:
+        spec.folder()
+    except ConfigError as error:
+        raise ConfigError(
+            f"adapter={adapter}: its base model cannot be read ({error}) Give base=DIR, or correct {BASE} in "
+            f"its {CONFIG}."
+        ) from error
     model = spec.meta_model
     frozen: Literal["nf4"] | None = "nf4" if nf4.has_config(Path(adapter).expanduser()) else None
     described = LoRA(**read_settings(adapter), init_lora_weights=None, path=adapter, quantize=frozen)
@@ -85,7 +92,7 @@ def base_of(adapter: str, base: str | None, *, trust_remote_code: bool) -> Model
     return ModelSpec(
         path=base or named,
         init="pretrained",
-        revision=None if base else config.get(REVISION),
+        revision=None if base else base_revision(config),
         trust_remote_code=trust_remote_code,
         tokenizer=adapter if has_tokenizer(folder) else None,
         scalar_head=is_classifier(folder),

@@ -149,7 +149,7 @@ def stored_modules(path: str) -> tuple[list[str], tuple[str, ...]]:
 def adapter_overrides(path: Path) -> dict[str, str]:
     """Return the keys that select the adapter at ``path`` and, if it names one, its base model."""
     settings = read_json(path / CONFIG)
-    model = {"model.path": settings.get(BASE), "model.revision": settings.get(REVISION)}
+    model = {"model.path": settings.get(BASE), "model.revision": base_revision(settings)}
     kind = "dora" if settings.get("use_dora") else "qlora" if nf4.has_config(path) else "lora"
     named = {key: value for key, value in model.items() if value}
     return {**named, "adapter": kind, "adapter.path": str(path)}
@@ -157,7 +157,15 @@ def adapter_overrides(path: Path) -> dict[str, str]:
 
 def name_base(export: Path, base: Path) -> None:
     """Name the folder ``base`` as the base model in adapter_config.json of the folder ``export``."""
-    amend(export / CONFIG, {BASE: str(base.absolute())})
+    amend(export / CONFIG, {BASE: str(base.absolute()), REVISION: None})
+
+
+def base_revision(settings: Json) -> str | None:
+    """Return the revision of the base model in ``settings``, the content of an adapter_config.json.
+
+    A base model written by a run is a folder. An older run left the revision of its initial model there.
+    """
+    return None if str(settings.get(BASE) or "").startswith("/") else settings.get(REVISION)
 
 
 def check_tensors(path: str, shapes: Mapping[str, torch.Size], rename: Rename) -> None:

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from components.adapters import LoRA, export_adapter, lora
+from components.adapters.merge import base_of, merge_adapter
 from components.adapters.peft_export import peft_config
+from components.adapters.peft_folder import adapter_overrides, name_base
 from components.contracts.errors import ConfigError
 from components.models import ModelSpec, nf4
+from components.models.generate import amend
 from tests.distributed.cases import spec
 
 SETTINGS: dict[str, Any] = {
@@ -240,6 +243,27 @@ def test_a_module_trained_in_full_is_not_in_4_bits(tmp_path: Path) -> None:
     linear = {name for name, module in trained.named_modules() if type(module) is nn.Linear}
     kept = {name for name in linear if "lora" not in name}
     assert kept == {"lm_head", f"{saved}.original_module", f"{saved}.modules_to_save.default"}
+
+
+def test_a_base_in_a_folder_has_no_revision(folder: Path, tmp_path: Path) -> None:
+    """Not even in a folder written before ``name_base`` removed that of the initial model."""
+    shutil.copytree(folder, tmp_path / "new")
+    amend(tmp_path / "new" / "adapter_config.json", {"revision": "v1"})
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    name_base(tmp_path / "new", tmp_path)
+    assert json.loads((tmp_path / "new" / "adapter_config.json").read_text())["revision"] is None
+    for named, revision in ((str(tmp_path), None), ("team/model", "v1")):
+        amend(tmp_path / "old" / "adapter_config.json", {"base_model_name_or_path": named})
+        assert base_of(str(tmp_path / "old"), None, trust_remote_code=False).revision == revision
+        assert adapter_overrides(tmp_path / "old").get("model.revision") == revision
+
+
+def test_a_merge_names_the_base_model_that_is_missing(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "adapter")
+    name_base(tmp_path / "adapter", tmp_path / "gone")
+    message = r"^adapter=.*base model cannot be read \(.*gone.*\) Give base=DIR, or correct base_model_name"
+    with pytest.raises(ConfigError, match=message):
+        merge_adapter(str(tmp_path / "adapter"), str(tmp_path / "merged"))
 
 
 @pytest.mark.parametrize("changes", [{"target_modules": "mlp"}, {"modules_to_save": ("lm_head",)}], ids=str)
