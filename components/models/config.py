@@ -340,12 +340,28 @@ class ModelSpec:
         The code that the model or its tokenizer brings with it is copied, too.
         """
         tokenizer = self.load_tokenizer()
-        add_tokenizer(folder, tokenizer)
+        add_tokenizer(folder, tokenizer, self._foreign_ids())
         if self.trust_remote_code:
             sources = [self._tokenizer_folder()[1], *([self.folder()] if self.reads_path else [])]
             for file in (file for source in sources for file in source.glob("*.py")):
                 shutil.copyfile(file, folder / file.name)
         return tokenizer
+
+    def _foreign_ids(self) -> set[int]:
+        """Return the ids of tokens in the vocabulary of ``path`` that ``tokenizer`` lacks or has elsewhere.
+
+        There are none if ``path`` has no tokenizer that can be loaded: its stop tokens may be those of
+        ``tokenizer``.
+        """
+        if self.tokenizer is None or not self.reads_path or not has_tokenizer(self.folder()):
+            return set()
+        own = dataclasses.replace(self, tokenizer=None, add_tokens=False, chat_template=None)
+        try:
+            vocabulary = own.load_tokenizer().get_vocab()
+        except ConfigError:
+            return set()
+        used = self.load_tokenizer().get_vocab()
+        return {number for token, number in vocabulary.items() if used.get(token) != number}
 
     def generate(self, folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
         """Return the greedy continuation of ``prompt`` by the model exported to ``folder``."""

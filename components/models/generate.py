@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,27 +53,35 @@ def read_generation_config(folder: Path) -> Json:
     return found
 
 
-def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, foreign: Set[int] = frozenset()) -> None:
     """Save ``tokenizer`` next to the weights and set the bos, eos and pad ids in the configurations.
 
     If config.json has a list of stop tokens, or there is a generation config, their stop tokens are kept, and
     those of the tokenizer are added; the generation config also keeps its other values. The pad id is written
     to config.json only for classifiers, because transformers does not train the embedding of a pad id there.
+    Of all these, ids in ``foreign`` are not kept, because they are those of another tokenizer.
     """
+
+    def kept(found: Any) -> Any:
+        if isinstance(found, list):
+            return [token for token in found if token not in foreign]
+        return None if found in foreign else found
+
     tokenizer.save_pretrained(folder)
     config = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     ids = config | {"pad_token_id": tokenizer.pad_token_id}
     if is_classifier(folder):
         config = ids
     stops = read_json(folder / CONFIG_NAME).get("eos_token_id")
-    several = stops if isinstance(stops, list) else None
+    several = kept(stops) if isinstance(stops, list) else None
     if several is not None:
         config = config | {"eos_token_id": with_stops(several, {tokenizer.eos_token_id})}
     amend(folder / CONFIG_NAME, config)
     brought = read_generation_config(folder) or {"eos_token_id": several}
     if not (folder / GENERATION_CONFIG_NAME).is_file():
         GenerationConfig().save_pretrained(folder)
-    stops = with_stops(brought.get("eos_token_id"), end_tokens(tokenizer))
+    stops = with_stops(kept(brought.get("eos_token_id")), end_tokens(tokenizer))
+    brought = {key: value for key, value in brought.items() if key not in ids or kept(value) == value}
     amend(folder / GENERATION_CONFIG_NAME, ids | brought | {"eos_token_id": stops})
 
 

@@ -38,6 +38,7 @@ TINY = {
 }
 
 
+CONFIGS = ("config", "generation_config")
 WINDOWS = ["sliding_attention"] * 2
 
 
@@ -455,6 +456,26 @@ def test_the_tokenizer_comes_with_the_model_or_is_named(saved: Path, tokenizer_f
     shutil.copytree(tokenizer_folder, saved, dirs_exist_ok=True)
     for init in ("random", "pretrained"):
         assert len(ModelSpec(path=str(saved), init=init).load_tokenizer()) == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_an_export_has_no_special_ids_of_another_tokenizer(
+    saved: Path, tokenizer_folder: Path, tmp_path: Path, other: bool
+) -> None:
+    """A copy of the model's own tokenizer, as in the folder of an adapter, is not another one."""
+    own = ModelSpec(architecture=TINY).load_tokenizer()
+    for folder in (saved, tmp_path / "copy"):
+        own.save_pretrained(folder)
+    edit(saved, eos_token_id=[1, 7])
+    stops = {"eos_token_id": [1, 7], "bos_token_id": 1, "top_p": 0.9}
+    (saved / "generation_config.json").write_text(json.dumps(stops))
+    export = shutil.copytree(saved, tmp_path / "export")
+    used = tokenizer_folder if other else tmp_path / "copy"
+    ModelSpec(path=str(saved), tokenizer=str(used)).add_tokenizer(export)
+    config, generation = (json.loads((export / f"{name}.json").read_text()) for name in CONFIGS)
+    ends = [2] if other else [2, 1, 7]
+    assert (config["eos_token_id"], generation["eos_token_id"]) == (ends, ends)
+    assert (generation["bos_token_id"], generation["top_p"]) == (None if other else 1, 0.9)
 
 
 def test_random_named_shapes_take_the_embedded_tokenizer() -> None:
