@@ -4,7 +4,7 @@ import copy
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache, reduce
 from pathlib import Path
 from pickle import UnpicklingError
@@ -58,10 +58,10 @@ def pretrained_weights(
 ) -> WeightSource:
     """Return the weights in ``folder`` under the names of ``model``, of which only the shapes are read.
 
-    ``model`` may be on any device. If the safetensors files hold exactly these names, only the requested part
+    ``model`` may be on any device. If the safetensors files hold all of these names, only the requested part
     of a tensor is read, on each request. Otherwise (an older layout, .bin files) transformers converts the
     whole model on CPU, with a warning in the log. Weights of MTP layers and of a scalar head that the files
-    lack come from ``drawn``, also with a warning.
+    lack come from ``drawn``, also with a warning. Other tensors in the files are only logged.
 
     Raises:
         ConfigError: if there are no weights, a file is unreadable, a parameter is missing, quantised or of
@@ -77,8 +77,9 @@ def pretrained_weights(
         added |= {f"{SCORE}.weight"}
     lacking = added - places.keys()
     shapes = {name: shape for name, shape in shapes.items() if name not in lacking}
-    if shapes.keys() <= places.keys() and not any(True for _ in unused_names(unread, model)):
+    if shapes.keys() <= places.keys():
         weights, found = lazy_weights(folder, shapes, places), set(places)
+        log_unexpected(folder, set(unused_names(unread, model)))
     else:
         log.warning("%s: not under the names of %s; converting on CPU.", folder, type(model).__name__)
         tensors = converted_weights(folder, model, trust_remote_code)
@@ -277,11 +278,16 @@ def converted_weights(folder: Path, model: PreTrainedModel, trust_remote_code: b
             f"model.path: {folder} has no weight {name} ({len(missing)} missing); "
             "its config.json describes another model."
         )
-    if info["unexpected_keys"]:
-        extra = sorted(info["unexpected_keys"])
-        log.warning("%s: %d tensors that the model does not have, such as %s.", folder, len(extra), extra[0])
+    log_unexpected(folder, info["unexpected_keys"])
     tensors = [*loaded.named_parameters(), *persistent_buffers(loaded)]
     return {name: tensor.detach() for name, tensor in unstack_experts(tensors) if name not in missing}
+
+
+def log_unexpected(folder: Path, names: Set[str]) -> None:
+    if names:
+        log.warning(
+            "%s: %d tensors that the model does not have, such as %s.", folder, len(names), min(names)
+        )
 
 
 def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

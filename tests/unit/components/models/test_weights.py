@@ -160,7 +160,7 @@ def rewrite(folder: Path, tensors: dict[str, Tensor], *, as_bin: bool = False) -
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("layout", ["bin", "older names", "extra tensors", "tied head only"])
+@pytest.mark.parametrize("layout", ["bin", "older names", "tied head only"])
 def test_other_layouts_are_converted_and_the_log_says_so(
     saved: tuple[Path, dict[str, Tensor]], layout: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,14 +168,22 @@ def test_other_layouts_are_converted_and_the_log_says_so(
     tensors = dict(expected)
     if layout == "older names":
         tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
-    if layout == "extra tensors":
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     if layout == "tied head only":
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     rewrite(folder, tensors, as_bin=layout == "bin")
     with caplog.at_level(logging.WARNING):
         assert_same(read_all(folder), expected)
     assert "converting on CPU" in caplog.text
+
+
+def test_further_tensors_are_logged_and_need_no_conversion(
+    saved: tuple[Path, dict[str, Tensor]], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, expected = saved
+    rewrite(folder, expected | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert_same(read_all(folder), expected)
+    assert "1 tensors that the model does not have, such as model.layers.0.self_attn.rotary" in caplog.text
+    assert "converting" not in caplog.text
 
 
 def test_a_tied_head_that_is_stored_too_changes_nothing(saved: tuple[Path, dict[str, Tensor]]) -> None:
