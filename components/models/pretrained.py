@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache, reduce
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
@@ -169,24 +170,31 @@ def open_file(path: Path, option: str = "model.path") -> safe_open:
         raise ConfigError(f"{option}: cannot read {path}: {one_line(error)}; copy it again.") from error
 
 
+def stored_slice(file: safe_open, path: Path, name: str) -> Any:
+    """Return the tensor ``name`` of the opened file ``path``, of which nothing is read yet."""
+    try:
+        return file.get_slice(name)
+    except SafetensorError as error:
+        raise ConfigError(
+            f"model.path: {path} does not hold {name}, but {INDEX} says so; copy both again."
+        ) from error
+
+
 def lazy_weights(folder: Path, shapes: Mapping[str, torch.Size], places: Places) -> WeightSource:
     opened = cache(open_file)
     for name, shape in shapes.items():
         file, stored = places[name]
-        try:
-            part = opened(file).get_slice(stored)
-            found = part.get_shape()
-        except SafetensorError as error:
-            raise ConfigError(f"model.path: {file} does not hold {stored}, but {INDEX} says so.") from error
+        part = stored_slice(opened(file), file, stored)
         if part.get_dtype() not in STORED:
             raise quantised(file, stored, part.get_dtype())
-        check_shape(folder, stored, found, shape)
+        check_shape(folder, stored, part.get_shape(), shape)
 
     def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
         path, stored = places[name]
         # Opened for each read, because pages read from an open file stay in memory while it is mapped.
         file = open_file(path)
-        return file.get_slice(stored)[index] if index else file.get_tensor(stored)
+        part = stored_slice(file, path, stored)
+        return part[index] if index else file.get_tensor(stored)
 
     return read
 
@@ -234,7 +242,7 @@ def stored_types(folder: Path) -> Iterator[tuple[Path, str, str]]:
     found = stored_names(folder)
     opened = cache(open_file)
     for name, file in found.items():
-        yield file, name, opened(file).get_slice(name).get_dtype()
+        yield file, name, stored_slice(opened(file), file, name).get_dtype()
     for file in () if found else sorted(folder.glob("pytorch_model*.bin")):
         try:
             content = torch.load(file, map_location="meta", mmap=is_zipfile(file), weights_only=True)

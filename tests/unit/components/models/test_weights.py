@@ -245,6 +245,21 @@ def test_an_odd_index_is_refused(saved: tuple[Path, dict[str, Tensor]], index: s
         read_all(saved[0])
 
 
+@pytest.mark.parametrize("lost", ["model.norm.weight", "lm_head.weight", "norm.weight"])
+def test_an_index_of_a_tensor_that_its_file_lacks_is_refused(
+    saved: tuple[Path, dict[str, Tensor]], lost: str
+) -> None:
+    """It is a weight of the model, a head that is compared with the embedding, or one to be converted."""
+    index = saved[0] / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    if lost == "norm.weight":
+        del places["model.norm.weight"]
+    places[lost] = places["model.embed_tokens.weight"]
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(ConfigError, match=rf"safetensors does not hold {lost}, but .* copy both again"):
+        read_all(saved[0])
+
+
 @pytest.mark.parametrize("as_bin", [True, False])
 @pytest.mark.parametrize(
     ("change", "message"),
