@@ -6,6 +6,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -17,6 +18,9 @@ from components.json_text import one_line
 
 DESCRIPTION = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
 SAFETENSORS, BIN = "*.safetensors", "*.bin"
+
+FAILURES: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, HFValidationError)
+"""Errors of a download. The first is that of the hub's HTTP client, for example for a lost connection."""
 
 REASONS: tuple[tuple[type[Exception], str], ...] = (
     (GatedRepoError, "gated: accept its licence and set HF_TOKEN"),
@@ -57,7 +61,7 @@ def download(option: str, repository: str, revision: str | None, weights: bool) 
             folder = fetch_snapshot(repository, revision, (*DESCRIPTION, SAFETENSORS))
             if not any(folder.glob(SAFETENSORS)):
                 folder = fetch_snapshot(repository, revision, (*DESCRIPTION, BIN))
-    except (OSError, HFValidationError) as error:
+    except FAILURES as error:
         reason = next((text for kind, text in REASONS if isinstance(error, kind)), one_line(error))
         raise ConfigError(
             f"{option}={repository}: neither a folder nor a model the Hugging Face hub can give ({reason}); "

@@ -16,10 +16,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-import components.models.hub
 from components.contracts.errors import ConfigError
 from components.data.tokenizer import PATH
-from components.models import ModelSpec, named_shapes
+from components.models import ModelSpec, hub, named_shapes
 from components.optimizers import TorchClass
 from runner.config.instantiate import build_component
 from runner.config.sources import ConfigSources
@@ -181,7 +180,7 @@ def test_outputs_that_a_folder_asks_for_are_off_in_training(saved: Path) -> None
 
 
 def test_random_init_with_an_architecture_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(components.models.hub, "snapshot_download", None)
+    monkeypatch.setattr(hub, "snapshot_download", None)
     spec = from_yaml("qwen3_0_6b")
     assert spec.config().num_hidden_layers == 28
     assert spec.weights(0)("model.norm.weight").tolist() == [1.0] * 1024
@@ -223,7 +222,7 @@ def test_a_hub_id_is_downloaded_at_its_revision(saved: Path, monkeypatch: pytest
         asked.append((repository, revision, "*.safetensors" in allow_patterns))
         return str(saved)
 
-    monkeypatch.setattr(components.models.hub, "snapshot_download", download)
+    monkeypatch.setattr(hub, "snapshot_download", download)
     spec = ModelSpec(path="team/downloaded", init="pretrained", revision="v1")
     assert spec.config().hidden_size == 16
     assert asked == [("team/downloaded", "v1", False)]
@@ -236,6 +235,7 @@ def test_a_hub_id_is_downloaded_at_its_revision(saved: Path, monkeypatch: pytest
     [
         (LocalEntryNotFoundError("essay"), "the hub cannot be reached, and there is no copy"),
         (OSError("disk on fire"), "disk on fire"),
+        (hub.FAILURES[0]("server disconnected"), "server disconnected"),
         (None, "neither a folder nor a valid name"),
     ],
     ids=str,
@@ -248,7 +248,7 @@ def test_a_hub_id_that_cannot_be_had(
         raise error
 
     if error is not None:
-        monkeypatch.setattr(components.models.hub, "snapshot_download", fail)
+        monkeypatch.setattr(hub, "snapshot_download", fail)
     path = "team/model" if error else "no such name"
     with pytest.raises(ConfigError, match=rf"model.path={path}: neither a folder .*{reason}") as caught:
         ModelSpec(path=path, init="pretrained").config()
@@ -256,7 +256,7 @@ def test_a_hub_id_that_cannot_be_had(
 
 
 def test_reasons_are_found_by_the_hub_s_own_types() -> None:
-    kinds = [kind for kind, _ in components.models.hub.REASONS]
+    kinds = [kind for kind, _ in hub.REASONS]
     assert kinds.index(RepositoryNotFoundError) > 0, "a gated model is a special case, and must come first"
 
 
