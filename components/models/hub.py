@@ -12,12 +12,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from components.contracts.errors import ConfigError
-from components.json_text import one_line
+from components.json_text import one_line, read_json
 
 DESCRIPTION = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
-SAFETENSORS, BIN = "*.safetensors", "*.bin"
+BIN = "pytorch_model*.bin"
 
 FAILURES: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, HFValidationError)
 """Errors of a download. The first is that of the hub's HTTP client, for example for a lost connection."""
@@ -58,8 +59,9 @@ def download(option: str, repository: str, revision: str | None, weights: bool) 
     try:
         folder = fetch_snapshot(repository, revision, DESCRIPTION)
         if weights:
-            folder = fetch_snapshot(repository, revision, (*DESCRIPTION, SAFETENSORS))
-            if not any(folder.glob(SAFETENSORS)):
+            files = weight_files(folder)
+            folder = fetch_snapshot(repository, revision, (*DESCRIPTION, *files))
+            if not any((folder / file).is_file() for file in files):
                 folder = fetch_snapshot(repository, revision, (*DESCRIPTION, BIN))
     except FAILURES as error:
         reason = next((text for kind, text in REASONS if isinstance(error, kind)), one_line(error))
@@ -68,6 +70,14 @@ def download(option: str, repository: str, revision: str | None, weights: bool) 
             "pass the folder of a saved model."
         ) from error
     return folder
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the safetensors files that are read if they exist. Others may be copies of the weights."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    named = read_json(index).get("weight_map") if index.is_file() else None
+    shards = {file for file in named.values() if isinstance(file, str)} if isinstance(named, dict) else set()
+    return [SAFE_WEIGHTS_NAME, *sorted(shards)]
 
 
 def fetch_snapshot(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
@@ -37,6 +38,7 @@ TINY = {
 }
 
 
+INDEX = "model.safetensors.index.json"
 CONFIGS = ("config", "generation_config")
 WINDOWS = ["sliding_attention"] * 2
 
@@ -219,7 +221,7 @@ def test_a_hub_id_is_downloaded_at_its_revision(saved: Path, monkeypatch: pytest
     asked = []
 
     def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append((repository, revision, "*.safetensors" in allow_patterns))
+        asked.append((repository, revision, "model.safetensors" in allow_patterns))
         return str(saved)
 
     monkeypatch.setattr(hub, "snapshot_download", download)
@@ -228,6 +230,33 @@ def test_a_hub_id_is_downloaded_at_its_revision(saved: Path, monkeypatch: pytest
     assert asked == [("team/downloaded", "v1", False)]
     assert spec.weights(0)("model.norm.weight").shape == (16,)
     assert asked[-1] == ("team/downloaded", "v1", True)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"model.safetensors"},
+        {"model-1.safetensors", "parts/2.safetensors", INDEX},
+        {"pytorch_model-1.bin"},
+    ],
+    ids=min,
+)
+def test_only_the_weights_that_are_read_are_downloaded(
+    weights: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = json.dumps({"weight_map": dict(enumerate(weights - {INDEX}))})
+    copies = {"consolidated.safetensors", "onnx/model.safetensors", "training_args.bin", "original/model.bin"}
+
+    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        for name in filter_repo_objects(weights | copies, allow_patterns=allow_patterns):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(index)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    folder = hub.model_folder("model.path", f"team/{min(weights)}", weights=True)
+    found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert found == weights
 
 
 @pytest.mark.parametrize(
