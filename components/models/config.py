@@ -37,6 +37,9 @@ from components.models.pretrained import content_hash, pretrained_weights
 from components.models.scalar_head import auto_class, check_scalar_head, names_classifier, set_scalar_head
 from components.models.weights import named_shapes, shape_hash
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""Files of a tokenizer that hold a JSON object."""
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -300,8 +303,9 @@ class ModelSpec:
     @functools.cached_property
     def _loaded_tokenizer(self) -> PreTrainedTokenizerBase:
         option, folder = self._tokenizer_folder()
-        for path in folder.glob("*token*.json"):
-            read_json(path)
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                read_json(folder / name)
         if not has_tokenizer(folder):
             raise ConfigError(
                 f"{option}: {folder} has no tokenizer; point model.tokenizer at a folder that has one."

@@ -478,6 +478,7 @@ def tokenizer_folder(tmp_path: Path) -> Path:
 
 
 def test_the_tokenizer_comes_with_the_model_or_is_named(saved: Path, tokenizer_folder: Path) -> None:
+    (tokenizer_folder / "tokens.json").write_text("[]")  # which no tokenizer reads
     named = ModelSpec(architecture=TINY, tokenizer=str(tokenizer_folder))
     assert named.load_tokenizer().eos_token_id == 2
     with pytest.raises(ConfigError, match=r"model.path: .*has no tokenizer"):
