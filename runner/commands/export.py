@@ -4,6 +4,8 @@ checkpoint=DIR  a checkpoint folder, or a run folder, whose newest complete chec
                 trains an adapter, the output is an adapter folder, or with merge=true the merged model
 adapter=DIR     instead of checkpoint, with merge=true: an adapter folder, which is merged into its base model
 base=DIR        only with adapter: the base model, if it is not at the path recorded in the adapter
+mtp=false       only with checkpoint: without the layers for multi-token prediction, which vLLM refuses in
+                other models than DeepSeek's
 hook=ema        only with checkpoint: the average of the weights that the run's hook of this name keeps
 dtype=fp32      or bf16 or fp16, of the written weights; default: that of checkpoint's run, fp32 with adapter
 trust=[MODULE]  only with checkpoint: further modules whose classes the run's config.yaml may name
@@ -23,6 +25,7 @@ from runner.commands.arguments import Keys, first_line, parse_pairs
 KEYS: Keys = {
     **dict.fromkeys(("checkpoint", "adapter", "output", "base", "hook", "trust")),
     "merge": ("true", "false"),
+    "mtp": ("true", "false"),
     "dtype": ("fp32", "bf16", "fp16"),
     "trust_remote_code": ("true", "false"),
 }
@@ -47,6 +50,8 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         raise ConfigError("base: is not read with checkpoint, whose run determines the model; leave it out.")
     if "trust" in given and "adapter" in given:
         raise ConfigError("trust: is not read with adapter, which names no class; leave it out.")
+    if "mtp" in given and "adapter" in given:
+        raise ConfigError("mtp: is not read with adapter, which has no such layers; leave it out.")
     if "hook" in given and "adapter" in given:
         raise ConfigError("hook: is not read with adapter, which holds no average; leave it out.")
     return given
@@ -72,16 +77,21 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
     The config of the checkpoint's run describes the model.
 
     Raises:
-        ConfigError: if the checkpoint cannot be read, the output folder is not empty, or ``merge`` or
-            ``dtype`` does not apply to the checkpoint.
+        ConfigError: if the checkpoint cannot be read, the output folder is not empty, or ``merge``,
+            ``mtp`` or ``dtype`` does not apply to the checkpoint.
     """
     from components.adapters.merge import new_folder
     from components.checkpoint.dcp import saved_keys
+    from components.models.mtp import MTPConfig
     from runner.commands.trained_model import read_checkpoint
     from runner.training.rank import DTYPES
 
     merge, target = given.get("merge") == "true", new_folder(given["output"])
     trained, stored = read_checkpoint(given)
+    if "mtp" in given and not trained.model.mtp.num_layers:
+        raise ConfigError("mtp: the run has no layers for multi-token prediction; leave it out.")
+    if given.get("mtp") == "false":
+        trained = replace(trained, model=replace(trained.model, mtp=MTPConfig()))
     if "hook" in given:
         trained = replace(trained, kind=f"hook/{given['hook']}")
         if not any(key.startswith(f"{trained.kind}/") for key in saved_keys(trained.checkpoint)):

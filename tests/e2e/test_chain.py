@@ -1,5 +1,6 @@
 """pt -> sft -> dpo with ``checkpoint.init_from``, and exports of their checkpoints with ``runner.export``."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -158,6 +159,8 @@ def test_a_part_of_a_model_is_completed_with_what_was_frozen(chain: dict[str, Pa
         (["checkpoint={pt}", "output={pt}"], "output="),
         (["checkpoint={pt}", "output={tmp}/o", "merge=true"], "merge: the checkpoint is of a whole model"),
         (["checkpoint={pt}", "output={tmp}/o", "base=x"], "base: is not read"),
+        (["checkpoint={pt}", "output={tmp}/o", "mtp=false"], "mtp: the run has no layers"),
+        (["adapter=x", "merge=true", "output={tmp}/o", "mtp=false"], "mtp: is not read with adapter"),
         (["checkpoint={pt}", "output={tmp}/o", "dtype=fp8"], "dtype=fp8: must be fp32 or bf16 or fp16"),
     ],
 )
@@ -170,7 +173,10 @@ def test_mistakes_in_an_export(
 
 
 def test_routers_biases_go_along(tmp_path: Path) -> None:
-    """Router biases, which have no gradients, are saved, and exported in fp32; dpo drops the MTP layers."""
+    """Router biases, which have no gradients, are saved, and exported in fp32.
+
+    An export with mtp=false and dpo drop the MTP layers.
+    """
     deepseek = (
         "model=deepseek_tiny",
         *(option for option in EXPORTING if "head" not in option),
@@ -185,5 +191,12 @@ def test_routers_biases_go_along(tmp_path: Path) -> None:
     bias = stored["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert bias.dtype == torch.float32
     assert bias.abs().max() > 0
+    export([f"checkpoint={run}", f"output={tmp_path / 'plain'}", "mtp=false"])
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 0
+    mtp = f"model.layers.{config['num_hidden_layers']}."
+    kept = load_file(tmp_path / "plain" / "model.safetensors")
+    assert kept.keys() == {name for name in stored if not name.startswith(mtp)} < stored.keys()
+    assert all(torch.equal(kept[name], stored[name]) for name in kept)
     after = run_here(tmp_path, *deepseek, "stage=dpo", f"checkpoint.init_from={run}", "run.max_steps=1")
     assert rows(after, "train/loss")[0]["train/lm_loss"] == pytest.approx(math.log(2), rel=1e-3)
