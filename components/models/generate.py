@@ -59,7 +59,7 @@ def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, foreign: Set
     If config.json has a list of stop tokens, or there is a generation config, their stop tokens are kept, and
     those of the tokenizer are added; the generation config also keeps its other values. The pad id is written
     to config.json only for classifiers, because transformers does not train the embedding of a pad id there.
-    Of all these, ids in ``foreign`` are not kept, because they are those of another tokenizer.
+    The ids in ``foreign`` belong to another tokenizer, and none of them is kept.
     """
 
     def kept(found: Any) -> Any:
