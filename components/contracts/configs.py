@@ -3,7 +3,7 @@
 Every process makes one object of each from the configuration. Engines build the model from these objects.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol, Self
@@ -289,10 +289,12 @@ class DataConfig(Protocol):
         step: int,
         position: Sequence[int],
         main: bool,
+        beat: Callable[[], object],
     ) -> DataLoader:
         """Return a loader of a stream whose first global batch is that of ``step``.
 
         Every rank calls this method; ``main`` is True only on rank 0. ``folder`` is for chunks of the stream
         and is the same on every rank. ``position`` is the result of ``DataLoader.advance`` for ``step``, or
-        empty at the start of the stream.
+        empty at the start of the stream. ``beat`` is called whenever more of the records before ``position``
+        have been skipped.
         """

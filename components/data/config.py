@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -179,6 +179,7 @@ class Data(ABC):
         step: int,
         position: Sequence[int],
         main: bool,
+        beat: Callable[[], object],
     ) -> StreamLoader:
         """Return a loader of a stream whose first global batch is that of ``step``.
 
@@ -188,6 +189,7 @@ class Data(ABC):
             folder: the folder for chunks of the stream, the same on every rank.
             position: the position of ``step`` in the stream, as ``advance`` of a loader returned it. Empty at
                 the start of the stream.
+            beat: called whenever more of the records before ``position`` have been skipped.
         """
         restored = self.restore(prepared)
         stream, num_steps = restored.stream, restored.num_steps
@@ -197,7 +199,7 @@ class Data(ABC):
             sources, encoder = tuple(self.streamed_sources()), self._encoder(kind, tokenizer)
             producer = Producer(StreamReader(stream, sources, encoder, self._workers()), folder)
         return StreamLoader(
-            stream, shard, folder, producer, num_steps=num_steps, step=step, position=position
+            stream, shard, folder, producer, num_steps=num_steps, step=step, position=position, beat=beat
         )
 
     def _stream(self, plan: PlanOptions, collation: Collation) -> Stream | None:

@@ -331,7 +331,7 @@ def build_loop(
         if not run.evaluate_only:
             log.info("resumed from step %d of %s", state.step, point)
     if data.streamed:
-        loader = open_stream(experiment, engine, shard, folder / "stream", record, state)
+        loader = open_stream(experiment, engine, shard, folder / "stream", record, state, watchdog)
     else:
         loader = data.train_loader(shard, cache)
     eval_data = data.eval_loaders(shard, cache)
@@ -455,6 +455,7 @@ def open_stream(
     folder: Path,
     record: RunRecord,
     state: TrainState,
+    watchdog: Watchdog,
 ) -> DataLoader:
     """Open the stream of training data at the position of ``state``; every rank calls this function."""
     loader = experiment.data.open_stream(
@@ -466,6 +467,7 @@ def open_stream(
         step=state.step,
         position=state.stream_position,
         main=RankInfo.read().rank == 0,
+        beat=partial(watchdog.beat, "skipping the used records of the stream"),
     )
     engine.max_over_ranks(0.0)  # no rank reads the folder before rank 0 has emptied it
     return loader

@@ -3,6 +3,7 @@
 import multiprocessing
 import shutil
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from components.contracts.errors import ConfigError
 from components.data.data_sources import Source, SourceItem
+from components.data.progress import EVERY_S
 from components.data.store.checked_files import write_checked_json
 from components.data.stream.chunks import COMPLETE, Stream, chunk_name
 from components.data.tokenize.encoder import Encoder, EncoderInput, encoder_inputs
@@ -21,6 +23,8 @@ AHEAD = 2
 """Number of chunks that are made before rank 0 needs them."""
 FAILURE = "failure.json"
 """Name of the file that says why the process will write no further chunk."""
+SKIPPED = "skipped.json"
+"""Name of the file that says how many of the records used before a resume have been skipped so far."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,14 @@ class StreamReader:
 class StreamedTokens:
     """The tokens of one source of a stream, from chunk ``first`` on, without end."""
 
-    def __init__(self, reader: StreamReader, source: int, first: int) -> None:
+    def __init__(self, reader: StreamReader, source: int, first: int, folder: Path) -> None:
+        """Create the reader of a source, which writes ``SKIPPED`` in ``folder`` while it skips records."""
         self._stream, self._source = reader.stream, source
         found = reader.sources[source].items(reader.encoder.kind)
         self._splits_pairs = found.splits_pairs
         self._format, self._encoder = found.format, replace(reader.encoder, options=found.options)
-        items = _repeated(reader.sources[source], reader.encoder, self._stream.records(source, first)[0])
+        start, _ = self._stream.records(source, first)
+        items = _repeated(reader.sources[source], reader.encoder, start, folder / SKIPPED)
         # No batch for the encoder has records of two chunks.
         batches = chain.from_iterable(batched(self._piece(items, chunk)) for chunk in count(first))
         share = self._stream.records_per_chunk[source] / sum(self._stream.records_per_chunk)
@@ -67,16 +73,29 @@ class StreamedTokens:
         self._tokens.close()
 
 
-def _repeated(source: Source, encoder: Encoder, start: int) -> Iterator[SourceItem]:
-    """Yield the items of ``source``, repeated without end, from number ``start`` on."""
+def _repeated(source: Source, encoder: Encoder, start: int, progress: Path) -> Iterator[SourceItem]:
+    """Yield the items of ``source``, repeated without end, from number ``start`` on.
+
+    ``progress`` is the file for the number of items that have been skipped.
+    """
     while True:
         items = source.items(encoder.kind).items
-        passed = sum(1 for _ in islice(items, start))
+        passed = _skip(items, start, source.option, progress)
         if passed < start:
             start = (start - passed) % passed
         else:
             start = 0
             yield from items
+
+
+def _skip(items: Iterator[SourceItem], number: int, option: str, progress: Path) -> int:
+    """Skip up to ``number`` items and return how many there were; now and then, write it to ``progress``."""
+    passed, written = 0, time.monotonic()
+    for passed, _ in enumerate(islice(items, number), start=1):
+        if time.monotonic() - written >= EVERY_S:
+            write_checked_json(progress, {"option": option, "skipped": passed, "of": number})
+            written = time.monotonic()
+    return passed
 
 
 def write_chunk(parts: Sequence[StreamedTokens], place: Path, chunk: int) -> None:
@@ -139,7 +158,7 @@ def _produce(reader: StreamReader, folder: Path, first: int, requests: Connectio
     with ExitStack() as stack:
         try:
             parts = [
-                stack.enter_context(closing(StreamedTokens(reader, source, first)))
+                stack.enter_context(closing(StreamedTokens(reader, source, first, folder)))
                 for source in range(len(reader.sources))
             ]
             for chunk in count(first):

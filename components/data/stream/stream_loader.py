@@ -3,7 +3,8 @@
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 
@@ -12,13 +13,14 @@ import numpy as np
 from components.contracts.batch import Batch
 from components.contracts.data import BatchShard, BatchStats
 from components.contracts.errors import NonRetryableError
+from components.contracts.json_types import Json
 from components.data.global_batch import GlobalBatch
 from components.data.packing import Plan
-from components.data.store.checked_files import read_checked_json
+from components.data.store.checked_files import DamagedFile, read_checked_json
 from components.data.store.concat_store import ConcatTokens
 from components.data.store.token_store import list_bad_records
 from components.data.stream.chunks import COMPLETE, Chunk, Stream, chunk_name
-from components.data.stream.producer import FAILURE, Producer
+from components.data.stream.producer import FAILURE, SKIPPED, Producer
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class StreamLoader:
         num_steps: int,
         step: int,
         position: Sequence[int],
+        beat: Callable[[], object],
     ) -> None:
         """Create a loader that begins at ``step``.
 
@@ -52,8 +55,11 @@ class StreamLoader:
             folder: the folder of the chunks.
             producer: the process that makes the chunks. None except on rank 0.
             position: chunk and row of its plan at which ``step`` begins. Empty for the start of the stream.
+            beat: called whenever the process has skipped more of the records before ``position``.
         """
         self._stream, self._shard, self._folder, self._producer = stream, shard, folder, producer
+        self._beat = beat
+        self._skipped: Json = {}
         self.num_steps, self._first = num_steps, step
         chunk, row = position or (0, 0)
         self._starts = {step: (chunk, row)}
@@ -159,7 +165,20 @@ class StreamLoader:
                 raise NonRetryableError(read_checked_json(self._folder / FAILURE)["reason"])
             if self._closed:
                 raise NonRetryableError("the stream was closed")
+            self._follow_skipping()
             time.sleep(_POLL_S)
+
+    def _follow_skipping(self) -> None:
+        """If the process has skipped more records, call ``beat``; rank 0 also logs their number."""
+        with suppress(DamagedFile):  # there is no file unless it skips records
+            found = read_checked_json(self._folder / SKIPPED)
+            if found == self._skipped:
+                return
+            self._skipped = found
+            self._beat()
+            if self._producer is not None:
+                numbers = f"{found['skipped']:,} of {found['of']:,}"
+                log.info("%s: skipped %s records that earlier steps used", found["option"], numbers)
 
     def _warn(self, chunk: int) -> None:
         """Log and list in a file the records of a chunk that are left out because they cannot be read."""

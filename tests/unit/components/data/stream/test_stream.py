@@ -39,7 +39,7 @@ class InThisProcess(Producer):
         if not self._folder.exists():
             self._folder.mkdir(parents=True)
             readers = range(len(self._reader.sources))
-            parts = [StreamedTokens(self._reader, source, first) for source in readers]
+            parts = [StreamedTokens(self._reader, source, first, self._folder) for source in readers]
             self._chunks = iter(self._write(parts, number) for number in count(first))
             next(self._chunks)
 
@@ -56,6 +56,16 @@ class InThisProcess(Producer):
     def check(self) -> None: ...
 
 
+class Late(InThisProcess):
+    """A producer whose first chunk the loader has to wait for."""
+
+    def start(self, first: int) -> None:
+        self._first = first
+
+    def check(self) -> None:
+        super().start(self._first)
+
+
 class Opened:
     """A stream of ``data`` and the loaders of it."""
 
@@ -66,6 +76,7 @@ class Opened:
         self.data, self.folder, self.tokenizer, self.kind = data, folder, tokenizer, kind
         self.prepared, self.json = found, json.loads(json.dumps(found.to_json()))
         self.buffer_size = data.buffer_size or 0
+        self.beats: list[int] = []
 
     def loader(
         self,
@@ -76,6 +87,7 @@ class Opened:
         make: type[Producer] | None = InThisProcess,
     ) -> StreamLoader:
         options: dict[str, Any] = {"step": step, "position": position, "main": make is not None}
+        options["beat"] = lambda: self.beats.append(step)
         with mock.patch("components.data.config.Producer", make):
             return self.data.open_stream(self.json, shard, self.kind, self.tokenizer, self.folder, **options)
 
@@ -144,6 +156,18 @@ def test_a_loader_continues_at_any_position(opened: Opened, tmp_path: Path) -> N
             assert loader.advance(step) == positions[step]
             for later in range(step, 12):
                 assert same(loader.microbatches(later), batches[later])
+
+
+def test_skipping_the_used_records_is_progress(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the watchdog would end a run that resumes a long stream."""
+    monkeypatch.setattr("components.data.stream.producer.EVERY_S", 0.0)
+    with caplog.at_level(logging.INFO), closing(opened.loader(step=3, position=(5, 0), make=Late)) as loader:
+        loader.microbatches(3)
+    assert opened.beats == [3]
+    number = 5 * opened.buffer_size % 50
+    assert f"data.train: skipped {number} of {number} records that earlier steps used" in caplog.messages
 
 
 def test_a_sequence_has_another_number_in_every_step(opened: Opened) -> None:
