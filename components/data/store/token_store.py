@@ -406,7 +406,7 @@ class TokenStore:
             left_out=self.meta.left_out,
             long_prompts=self.meta.long_prompts,
             cut_prompts=self.meta.cut_prompts,
-            bad=self._bad(),
+            bad=self.bad(),
             unread={name: -(-n // 2) if self._splits_pairs else n for name, n in self.meta.unread.items()},
         )
 
@@ -430,7 +430,8 @@ class TokenStore:
         """Whether the samples are the answers of preference records: see ``split_pairs``."""
         return self.meta.unpaired and self.meta.format == "preference"
 
-    def _bad(self) -> list[BadRecord]:
+    def bad(self) -> list[BadRecord]:
+        """Return the records that are left out because they cannot be read or encoded."""
         lines: Iterable[str] = (self.path / _BAD).read_text().splitlines()
         if self._splits_pairs:  # both answers of a record are listed
             lines = dict.fromkeys(lines)

@@ -46,16 +46,16 @@ class Stream:
         """Open a complete chunk in ``folder``, and plan its rows."""
         place = folder / chunk_name(chunk)
         stores = [
-            TokenStore.open(place / str(source), self.options[source], self.records(source, chunk)[0])
-            for source in read_checked_json(place / COMPLETE)["sources"]
+            TokenStore.open(place / str(source), option, self.records(source, chunk)[0])
+            for source, option in enumerate(self.options)
         ]
-        tokens = ConcatTokens(stores)
+        tokens = ConcatTokens([stores[source] for source in read_checked_json(place / COMPLETE)["sources"]])
         shared = shared_lengths(tokens) if self.share_prompt else None
         # The number of the chunk serves as that of the epoch: each chunk has its own order.
         plan = plan_epoch(
             tokens.lengths, self.plan, chunk, sequences_per_sample=tokens.sequences_per_sample, shared=shared
         )
-        return Chunk(tokens, plan, [(store.name, bad) for store in stores for bad in store.outcome().bad])
+        return Chunk(tokens, plan, [(store.name, bad) for store in stores for bad in store.bad()])
 
 
 @dataclass(frozen=True)

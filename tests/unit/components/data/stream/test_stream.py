@@ -301,6 +301,23 @@ def test_or_is_named_and_left_out(
     assert [json.loads(line)["origin"].rpartition("/")[2] for line in listed] == ["texts.jsonl:31"]
 
 
+def test_also_where_its_source_has_no_sample_in_a_chunk(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    texts, torn = write_texts(tmp_path / "texts.jsonl", 50), tmp_path / "torn.jsonl"
+    torn.write_text('{"text": "a"}\n{\n')
+    data = FilesData(
+        sources=f"9 {texts} 1 {torn}",
+        streaming=True,
+        buffer_size=10,
+        packing="none",
+        on_bad_record="skip",
+    )
+    with closing(Opened(data, tmp_path / "stream", tokenizer).loader()) as loader:
+        loader.microbatches(1)
+    assert "torn.jsonl:2" in (tmp_path / "bad_records.jsonl").read_text()
+
+
 def test_no_bad_record_is_no_file(opened: Opened) -> None:
     with closing(opened.loader()) as loader:
         loader.microbatches(0)
