@@ -207,6 +207,11 @@ class WorkerLost(ConfigError):
     """A process that tokenises has died. The tokens written so far are kept for the next start."""
 
 
+def may_pass(error: BaseException) -> bool:
+    """Return whether the same work may succeed later: a disk or the network failed, or a process died."""
+    return isinstance(error, OSError | WorkerLost) or isinstance(error.__cause__, OSError)
+
+
 class StoreWriter:
     """A writer of a token store, which is moved to ``path`` if the ``with`` block raises no error.
 

@@ -15,6 +15,7 @@ from components.contracts.errors import ConfigError
 from components.data.data_sources import Source, SourceItem
 from components.data.progress import EVERY_S
 from components.data.store.checked_files import write_checked_json
+from components.data.store.token_store import WorkerLost, may_pass
 from components.data.stream.chunks import COMPLETE, Stream, chunk_name
 from components.data.tokenize.encoder import Encoder, EncoderInput, encoder_inputs
 from components.data.tokenize.workers import batched, encode_batches, end_with_parent, new_writer
@@ -25,6 +26,7 @@ FAILURE = "failure.json"
 """Name of the file that says why the process will write no further chunk."""
 SKIPPED = "skipped.json"
 """Name of the file that says how many of the records used before a resume have been skipped so far."""
+_PATIENCE_S = 10.0  # seconds in which the process may end by itself
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Producer:
 
     def request(self) -> None:
         """Request one more chunk."""
-        if self._process is not None and self._process.is_alive():
+        if self._process is not None and self._process.is_alive() and not self._sender.closed:
             self._sender.send(None)
 
     def check(self) -> None:
@@ -142,10 +144,12 @@ class Producer:
         code = self._process.exitcode
         if code is not None and not (self._folder / FAILURE).exists():
             reason = f"the process that reads ahead has died (exit code {code}); train.log may say more"
-            write_checked_json(self._folder / FAILURE, {"reason": f"data.streaming: {reason}."})
+            write_failure(self._folder, WorkerLost(f"data.streaming: {reason}."))
 
     def close(self) -> None:
         if self._process is not None:
+            self._sender.close()  # ends the process after its current chunk, and its workers with it
+            self._process.join(_PATIENCE_S)
             self._process.kill()
             self._process.join()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -162,9 +166,15 @@ def _produce(reader: StreamReader, folder: Path, first: int, requests: Connectio
                 for source in range(len(reader.sources))
             ]
             for chunk in count(first):
-                requests.recv()
+                try:
+                    requests.recv()
+                except EOFError:  # no more requests
+                    return
                 write_chunk(parts, folder / chunk_name(chunk), chunk)
-        except EOFError:  # no more requests
-            pass
         except (ConfigError, OSError) as error:
-            write_checked_json(folder / FAILURE, {"reason": str(error)})
+            write_failure(folder, error)
+
+
+def write_failure(folder: Path, error: Exception) -> None:
+    """Write ``FAILURE``, which also says whether the error would recur after a restart of the run."""
+    write_checked_json(folder / FAILURE, {"reason": str(error), "final": not may_pass(error)})

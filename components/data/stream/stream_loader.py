@@ -12,7 +12,7 @@ import numpy as np
 
 from components.contracts.batch import Batch
 from components.contracts.data import BatchShard, BatchStats
-from components.contracts.errors import NonRetryableError
+from components.contracts.errors import NonRetryableError, TrainingError
 from components.contracts.json_types import Json
 from components.data.global_batch import GlobalBatch
 from components.data.packing import Plan
@@ -119,13 +119,14 @@ class StreamLoader:
         """Return the global batch of ``step``, after waiting for its chunks if necessary.
 
         Raises:
-            NonRetryableError: if the chunks cannot be made, or the loader was closed.
+            TrainingError: if the chunks cannot be made, or the loader was closed. It is a NonRetryableError
+                if that would recur.
         """
         found = self._batches.get(step)
         if found is not None:
             return found
         with self._lock:
-            for number in range(max(known for known in self._starts if known <= step), step + 1):
+            for number in range(max(known for known in list(self._starts) if known <= step), step + 1):
                 if number not in self._batches:
                     self._batches[number] = self._read(number)
             return self._batches[step]
@@ -162,7 +163,8 @@ class StreamLoader:
             if self._producer is not None:
                 self._producer.check()
             if (self._folder / FAILURE).exists():
-                raise NonRetryableError(read_checked_json(self._folder / FAILURE)["reason"])
+                failure = read_checked_json(self._folder / FAILURE)
+                raise (NonRetryableError if failure["final"] else TrainingError)(failure["reason"])
             if self._closed:
                 raise NonRetryableError("the stream was closed")
             self._follow_skipping()

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from components.contracts.batch import DESIRABLE, UNDESIRABLE, Batch
 from components.contracts.data import BatchShard
-from components.contracts.errors import ConfigError, NonRetryableError
+from components.contracts.errors import ConfigError, NonRetryableError, TrainingError
 from components.data import FilesData
-from components.data.store.checked_files import write_checked_json
+from components.data.store.token_store import WorkerLost
 from components.data.stream.chunks import chunk_name
-from components.data.stream.producer import FAILURE, Producer, StreamedTokens, write_chunk
+from components.data.stream.producer import FAILURE, Producer, StreamedTokens, write_chunk, write_failure
 from components.data.stream.stream_loader import StreamLoader
 
 SHARD = BatchShard(global_batch_size=8, micro_batch_size=2)
@@ -47,7 +47,7 @@ class InThisProcess(Producer):
         try:
             write_chunk(parts, self._folder / chunk_name(chunk), chunk)
         except ConfigError as error:
-            write_checked_json(self._folder / FAILURE, {"reason": str(error)})
+            write_failure(self._folder, error)
 
     def request(self) -> None:
         if not (self._folder / FAILURE).exists():
@@ -348,6 +348,8 @@ def test_a_process_makes_the_same_chunks(tmp_path: Path, tokenizer: PreTrainedTo
         expected = [loader.microbatches(step) for step in range(4)]
     with closing(opened.loader(make=Producer)) as loader:
         assert all(same(loader.microbatches(step), expected[step]) for step in range(4))
+        [process] = [child for child in multiprocessing.active_children() if child.name == "stream"]
+    assert process.exitcode == 0  # not killed, which would leave the semaphores of its workers
     assert not opened.folder.exists()
 
 
@@ -362,10 +364,39 @@ def test_a_process_that_dies_ends_the_run(tmp_path: Path, tokenizer: PreTrainedT
         [process] = [child for child in multiprocessing.active_children() if child.name == "stream"]
         process.kill()
         process.join()
-        with pytest.raises(NonRetryableError, match=r"data.streaming: the process that reads ahead has died"):
+        with pytest.raises(TrainingError, match=r"data.streaming: the process that reads ahead has died"):
             [loader.microbatches(step) for step in range(40)]
-        with pytest.raises(NonRetryableError, match=r"the process that reads ahead has died"):
+        with pytest.raises(TrainingError, match=r"the process that reads ahead has died"):
             [other.microbatches(step) for step in range(40)]
+
+
+def cannot_be_read() -> ConfigError:
+    error = ConfigError("a.jsonl: cannot be read")
+    error.__cause__ = OSError(5, "Input/output error")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConfigError("a.jsonl:3: malformed JSON"), NonRetryableError),
+        (cannot_be_read(), TrainingError),
+        (OSError(28, "No space left on device"), TrainingError),
+        (WorkerLost("data.num_workers: a tokenising process died"), TrainingError),
+    ],
+)
+def test_a_failure_that_may_pass_is_restarted(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, error: Exception, kind: type[Exception]
+) -> None:
+    texts = write_texts(tmp_path / "texts.jsonl", 50)
+    data = FilesData(train=str(texts), streaming=True, buffer_size=10, packing="none")
+    opened = Opened(data, tmp_path / "stream", tokenizer)
+    opened.folder.mkdir()
+    write_failure(opened.folder, error)
+    with pytest.raises(TrainingError) as caught:
+        opened.loader(make=None).microbatches(0)
+    assert caught.type is kind
+    assert str(caught.value) == str(error)
 
 
 def test_a_chunk_without_a_sample(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
