@@ -13,6 +13,8 @@ from components.json_text import one_line
 
 log = logging.getLogger(__name__)
 
+_ERRORS = (OSError, ValueError, KeyError, EOFError, RuntimeError)  # of ``datasets``, besides its own class
+
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
@@ -48,10 +50,19 @@ class HubDataset:
         return Records(self._items(dataset, reading), reading)
 
     def _items(self, dataset: "Dataset | IterableDataset", reading: Reading) -> Iterator[Item]:
-        for row, record in enumerate(without_media(dataset), start=1):
-            if hasattr(dataset, "__len__"):
-                reading.at_row(row, len(dataset))
-            yield without_nulls(record), f"hub:{self.repo}:{row}"
+        from datasets.exceptions import DatasetsError
+
+        row = 0
+        try:
+            for row, record in enumerate(without_media(dataset), start=1):
+                if hasattr(dataset, "__len__"):
+                    reading.at_row(row, len(dataset))
+                yield without_nulls(record), f"hub:{self.repo}:{row}"
+        except (*_ERRORS, DatasetsError) as error:
+            raise ConfigError(
+                f"{self.option}: hub:{self.repo} cannot be read after row {row} ({one_line(error)}).\n"
+                "Check the network and the files of the data set, or choose another data.revision."
+            ) from error
 
     def version(self) -> str:
         """Return the commit of the data set, or a digest that changes with the files of a folder.
@@ -83,7 +94,7 @@ class HubDataset:
             loaded = getattr(datasets, function)(
                 self.repo, self.subset, data_dir=self.folder, revision=self.revision, **options
             )
-        except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        except (*_ERRORS, datasets.exceptions.DatasetsError) as error:
             raise ConfigError(
                 f"{self.option}: hub:{self.repo} cannot be loaded ({one_line(error)}).\n"
                 "Check the name, data.subset, data.split and the network, or give a file."

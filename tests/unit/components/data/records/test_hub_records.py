@@ -1,6 +1,8 @@
 """``hub:NAME``: data sets that the ``datasets`` library loads. A folder stands in for the hub."""
 
+import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,27 @@ def test_what_a_data_set_does_not_have(repo: str, more: dict[str, Any], message:
         texts(HubDataset("data.train", repo, **more))
     assert str(caught.value).startswith("data.train: hub:")
     assert len(str(caught.value).splitlines()) <= 2
+
+
+class Torn:
+    """An ``IterableDataset`` whose second row cannot be read."""
+
+    features = None
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        yield {"text": "a"}
+        raise EOFError("Compressed file ended")
+
+
+def test_a_torn_file_is_named_with_the_last_row(monkeypatch: pytest.MonkeyPatch, repo: str) -> None:
+    (Path(repo) / "train.jsonl").unlink()
+    (Path(repo) / "train.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
+    with pytest.raises(ConfigError, match=r"data\.train: hub:.* cannot be loaded \(Compressed file ended"):
+        HubDataset("data.train", repo).records(streaming=True)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: Torn())
+    records = HubDataset("data.train", repo).records(streaming=True)
+    with pytest.raises(ConfigError, match=r"data\.train: hub:.* after row 1 \(Compressed file ended\)"):
+        list(records)
 
 
 def test_the_split_of_the_training_data_is_not_that_of_another_data_set(repo: str) -> None:
