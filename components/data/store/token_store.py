@@ -208,8 +208,8 @@ class WorkerLost(ConfigError):
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether the same work may succeed later: a disk or the network failed, or a process died."""
-    return isinstance(error, OSError | WorkerLost) or isinstance(error.__cause__, OSError)
+    """Return whether the same work may succeed later: a disk, the network, a process or memory failed."""
+    return isinstance(error, OSError | MemoryError | WorkerLost) or isinstance(error.__cause__, OSError)
 
 
 class StoreWriter:
@@ -311,9 +311,9 @@ class StoreWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Work that a signal or a lack of memory ended is continued. After any other error, such as a mistake
-        # in a record, the files are of no use.
-        keep = not isinstance(error, Exception) or isinstance(error, WorkerLost)
+        # Work that a signal, a disk or a lack of memory ended is continued. After any other error, such as a
+        # mistake in a record, the files are of no use.
+        keep = not isinstance(error, Exception) or may_pass(error)
         try:
             if keep and self._is_whole:
                 self._save("progress.json" if error else "meta.json")
