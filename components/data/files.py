@@ -270,11 +270,15 @@ class FilesData(RecordsData):
 
     def eval_sources(self) -> Mapping[str, Source]:
         return {
-            f"eval/{name}".rstrip("/"): self._source(
-                f"data.eval.{name}".rstrip("."), {"path": path}, self.eval_split
-            )
+            f"eval/{name}".rstrip("/"): self._eval_source(f"data.eval.{name}".rstrip("."), path)
             for name, path in self._evaluated.items()
         }
+
+    def _eval_source(self, option: str, path: str) -> RecordSource:
+        source = self._source(option, {"path": path}, self.eval_split)
+        # ``datasets`` would download all splits of the repository, but it streams no part of a split.
+        streamed = self.streaming and isinstance(source, HubSource) and "[" not in source.dataset.split
+        return replace(source, streaming=streamed)
 
     def _source(self, option: str, source: Json, split: str | None = None) -> RecordSource:
         path: str = source["path"]

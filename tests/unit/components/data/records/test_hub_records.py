@@ -63,6 +63,14 @@ def test_a_data_set_that_is_read_while_training(repo: str) -> None:
     assert not list(Path(repo).parent.rglob("*.arrow"))  # no copy is made
 
 
+@pytest.mark.parametrize(("split", "streamed"), [("test", True), ("test[:50%]", False)])
+def test_the_evaluation_split_of_a_stream_is_not_downloaded(repo: str, split: str, streamed: bool) -> None:
+    data = FilesData(train=f"hub:{repo}", streaming=True, eval_split=split, max_eval_samples=1)
+    records = [record for record, _ in data.eval_sources()["eval"].items("text").items]
+    assert records == [{"text": "test 0"}]
+    assert bool(list(Path(repo).parent.rglob("*.arrow"))) != streamed
+
+
 def test_a_stream_without_a_record(repo: str) -> None:
     table = datasets.Dataset.from_dict({"text": []}, datasets.Features({"text": datasets.Value("string")}))
     table.to_parquet(f"{repo}/none/train.parquet")
