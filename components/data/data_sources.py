@@ -102,13 +102,15 @@ class RecordSource(ABC):
 
     def content(self, cache: Path) -> list[str]:
         own = [] if self.convert is None else own_options(self.convert)
-        options = asdict(self.options)
-        del options["train_on_prompt"]  # an option of the encoder, too, which counts it
+        # Data without bad records gives the same samples with every value of on_bad_record. ``build_store``
+        # counts the value for the tokens. train_on_prompt is an option of the encoder, too, which counts it.
+        options = asdict(replace(self.options, on_bad_record="stop"))
+        del options["train_on_prompt"]
         return [digest([options, self.max_samples, *own]), *self.files(cache)]
 
     @abstractmethod
     def version(self) -> list[str]:
-        """Return strings that change with the content, which is not read.
+        """Return strings that change with the place and the content and that ``files`` does not have.
 
         They are part of the cache key of a stream, whose files are not read as a whole.
         """
@@ -176,15 +178,19 @@ class FileSource(RecordSource):
         endings = ["" if file == path else "".join(file.suffixes[-2:]) for file in found]
         names = [str(file.relative_to(path)) for file in found] if path.is_dir() else endings
         if self.streaming:
-            return ["".join(path.suffixes[-2:]), *(f"{file} {file.stat().st_size}" for file in found)]
-        try:
-            contents = [file_digest(file.resolve(), cache) for file in found]
-        except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be read ({error.strerror}). Check the file.") from error
+            contents = [str(file.stat().st_size) for file in found]
+        else:
+            contents = self._digests(found, cache)
         return ["".join(path.suffixes[-2:]), *map(" ".join, zip(names, contents, strict=True))]
 
+    def _digests(self, files: list[Path], cache: Path) -> list[str]:
+        try:
+            return [file_digest(file.resolve(), cache) for file in files]
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be read ({error.strerror}). Check the file.") from error
+
     def version(self) -> list[str]:
-        return [str(file.stat().st_mtime_ns) for file in matching_files(self.path)]
+        return [f"{file.absolute()} {file.stat().st_mtime_ns}" for file in matching_files(self.path)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,10 +207,11 @@ class HubSource(RecordSource):
         return self.dataset.records(streaming=self.streaming)
 
     def files(self, cache: Path) -> list[str]:  # noqa: ARG002
-        return [str(self.dataset) if self.streaming else self.dataset.fingerprint()]
+        dataset = self.dataset
+        return [str(dataset), dataset.version()] if self.streaming else [dataset.fingerprint()]
 
     def version(self) -> list[str]:
-        return [self.dataset.version()]
+        return []
 
 
 def own_options(function: Callable[..., object]) -> list[str]:

@@ -185,9 +185,11 @@ def build_store(source: Source, encoder: Encoder, cache: Path, num_workers: int)
     """
     settings = [encoder.kind, encoder.max_length, encoder.long_samples, encoder.train_on_prompt]
     identity = digest([source.content(cache), _tokenizer_digest(encoder.tokenizer), settings])
-    stream = source if isinstance(source, RecordSource) and source.streaming else None
+    records = source if isinstance(source, RecordSource) else None
+    stream = records if records is not None and records.streaming else None
     version = [] if stream is None else stream.version()
-    path = cache / "tokens" / digest([identity, _code(), _own_code(source), version])
+    bad = None if records is None else records.options.on_bad_record
+    path = cache / "tokens" / digest([identity, _code(), _own_code(source), version, bad])
     store = _open_or_write(path, source, encoder, num_workers)
     if stream is not None:
         identity = digest([identity, store.meta.checksums])

@@ -79,13 +79,13 @@ def test_a_stream_without_a_record(repo: str) -> None:
         HubSource(option="data.train", dataset=dataset, streaming=True).items("text")
 
 
-def test_a_stream_of_a_data_set_is_read_again_after_a_change(repo: str) -> None:
+def test_the_identity_of_a_stream_of_a_data_set_follows_a_change(repo: str, tmp_path: Path) -> None:
     [source] = FilesData(train=f"hub:{repo}", streaming=True).streamed_sources()
-    before = source.version()
-    assert source.version() == before
+    before = source.content(tmp_path)
+    assert source.content(tmp_path) == before
     train = Path(repo) / "train.jsonl"
     train.write_text(train.read_text() + train.read_text())
-    assert source.version() != before
+    assert source.content(tmp_path) != before
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain, count
@@ -329,12 +330,19 @@ def test_its_identity_follows_its_limit_and_its_first_chunk(
 ) -> None:
     path = write_texts(tmp_path / "texts.jsonl", 50)
 
-    def identity(**options: Any) -> str:
+    def identity(path: Path = path, **options: Any) -> str:
         data = FilesData(train=str(path), streaming=True, buffer_size=10, packing="none", **options)
         return Opened(data, tmp_path / "stream", tokenizer).prepared.identity
 
     found = identity()
     assert found == identity() != identity(max_samples=30)
+    assert found == identity(on_bad_record="skip")  # a remedy for a bad record later in the stream
+    moved = Path(shutil.copy2(path, tmp_path / "moved.jsonl"))
+    assert found == identity(moved)
+    other = tmp_path / "other.jsonl"  # of the same size and time
+    other.write_text(path.read_text().replace("word", "ward"))
+    os.utime(other, ns=(0, path.stat().st_mtime_ns))
+    assert found != identity(other)
     path.write_text(path.read_text().replace("word", "sword", 1).replace("word", "wor", 1))
     os.utime(path, (0, 0))
     assert found != identity()

@@ -301,6 +301,7 @@ class OwnSource(FileSource):
         other_tokenizer,
         other_template,
         lambda source, encoder: (replace(source, options=RecordOptions(format="text")), encoder),
+        lambda source, encoder: (replace(source, options=RecordOptions(on_bad_record="skip")), encoder),
         lambda source, encoder: (source, replace(encoder, max_length=17)),
         lambda source, encoder: (source, replace(encoder, max_length=None)),
         lambda source, encoder: (source, replace(encoder, long_samples="drop")),
