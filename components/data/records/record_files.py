@@ -229,6 +229,9 @@ def _read_file(path: Path, reading: Reading) -> Iterator[Item]:
 
 def _read_json(path: Path, reading: Reading) -> Iterator[Item]:
     """Read a list of objects, or else one object per line, which many ``.json`` files contain."""
+    if _begins_with_a_line(path, reading):
+        yield from _read_jsonl(path, reading)
+        return
     with reading.open(path) as file:
         text = file.read()
     begins_an_object = text.lstrip().startswith("{")
@@ -249,9 +252,24 @@ def _read_json(path: Path, reading: Reading) -> Iterator[Item]:
         raise ConfigError(
             f"{path}: is a JSON {_kind(records)}, not a list of objects. Write one object per sample in [ ]."
         )
+    del text  # as large as the records
     for row, record in enumerate(records, start=1):
         reading.at_row(row, len(records))
         yield _object(record, f"{path}:{row}"), f"{path}:{row}"
+
+
+def _begins_with_a_line(path: Path, reading: Reading) -> bool:
+    """Return whether the first line with text is a whole object and another one follows, as in jsonl."""
+    with reading.open(path) as file:
+        lines = filter(str.strip, file)
+        first = next(lines, "")
+        if not first.lstrip().startswith("{"):
+            return False
+        try:
+            parse_json(first)
+        except json.JSONDecodeError:
+            return False
+        return next(lines, "") != ""
 
 
 def _read_jsonl(path: Path, reading: Reading) -> Iterator[Item]:

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import pyarrow
@@ -11,7 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from components.contracts.errors import ConfigError
+from components.data.records import record_files
 from components.data.records.record_files import Unreadable, matching_files, read_records
+from components.json_text import parse_json
 
 RECORDS = [{"text": "one"}, {"text": 'two, "2"\nwith a line'}, {"text": "drei 🙂"}]
 SHARED = Path(__file__).resolve().parents[6] / "shared" / "data"
@@ -138,6 +141,14 @@ def test_json_that_is_jsonl_and_a_byte_order_mark(tmp_path: Path, lines: int) ->
     path = tmp_path / "a.json"
     path.write_text("\ufeff" + "\n".join(map(json.dumps, RECORDS[:lines])) + "\n", encoding="utf-8")
     assert [record for record, _ in read_records(str(path))] == RECORDS[:lines]
+
+
+def test_json_that_is_jsonl_is_not_read_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("\n" + '{"text": "x"}\n' * 9)
+    with mock.patch.object(record_files, "parse_json", side_effect=parse_json) as parse:
+        all_readable(str(path))
+    assert {call.args[0].strip() for call in parse.call_args_list} == {'{"text": "x"}'}
 
 
 def test_cell_beyond_the_limit_of_the_csv_module(tmp_path: Path) -> None:
