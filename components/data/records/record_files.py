@@ -3,10 +3,12 @@
 import csv
 import io
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from glob import glob, has_magic
 from itertools import chain
 from pathlib import Path
@@ -20,6 +22,8 @@ from components.contracts.json_types import Json
 from components.data.records.options import RecordError
 from components.home import expand_home
 from components.json_text import parse_json
+
+log = logging.getLogger(__name__)
 
 Record = Json
 
@@ -190,14 +194,26 @@ def _not_empty(records: Iterator[Item], source: Path) -> Iterator[Item]:
 
 
 def _read_folder(folder: Path, reading: Reading) -> Iterator[Item]:
-    found = (path for path in _below(folder) if _ending(path) in _READERS)
-    files = sorted(path for path in found if not _is_hidden(path.relative_to(folder)))
+    found = sorted(path for path in _below(folder) if not _is_hidden(path.relative_to(folder)))
+    files = [path for path in found if _ending(path) in _READERS]
     if not files:
         raise ConfigError(
             f"{folder}: holds no {_EXTENSIONS} file, and is not a saved dataset. Check the folder."
         )
+    others = [path for path in found if _ending(path) not in _READERS and not _is_note(path)]
+    if others:
+        _warn_of_others(folder, len(others), others[0])
     for file in files:
         yield from _not_empty(_read_file(file, reading), file)
+
+
+def _is_note(path: Path) -> bool:
+    return path.name.upper().startswith(("README", "LICENSE"))
+
+
+@cache  # a folder may be read many times
+def _warn_of_others(folder: Path, number: int, first: Path) -> None:
+    log.warning("%s: files left out that are not of %s: %d, such as %s", folder, _EXTENSIONS, number, first)
 
 
 def _ending(path: Path) -> str:

@@ -95,13 +95,18 @@ def test_a_line_of_txt_is_a_document(tmp_path: Path) -> None:
     assert found == [("one", f"{path}:1"), ("  two  ", f"{path}:3"), ("drei 🙂", f"{path}:4")]
 
 
-def test_folder_is_read_in_order_and_without_hidden_files(tmp_path: Path) -> None:
+def test_folder_is_read_in_order_and_without_hidden_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "b").mkdir()
     for name in ("b/c.csv", "d.txt", "a.jsonl", ".hidden.json", "_SUCCESS.txt"):
         write(tmp_path / name)
-    (tmp_path / "README.md").write_text("not data")
+    for name in ("README.md", "b/c.tsv", "d.jsonl.bz2"):
+        (tmp_path / name).write_text("not data")
     files = [origin.rpartition(":")[0] for _, origin in read_records(str(tmp_path))]
     assert files == [str(tmp_path / name) for name in ("a.jsonl", "b/c.csv", "d.txt") for _ in range(3)]
+    [message] = caplog.messages
+    assert message.endswith(f"parquet, .txt: 2, such as {tmp_path}/b/c.tsv")
 
 
 def test_links_to_folders_are_followed(tmp_path: Path) -> None:
