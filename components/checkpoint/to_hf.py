@@ -73,7 +73,7 @@ class CheckpointModel:
         moving = router_biases(meta)  # no gradient, but training updates them, and checkpoints contain them
         named = meta.named_parameters()
         wanted = {name: shapes[name] for name, p in named if p.requires_grad or name in moving}
-        trained = checkpoint_weights(self.checkpoint, wanted, OPTION, kind=self.kind, without_further=meta)
+        trained = checkpoint_weights(self.checkpoint, wanted, OPTION, kind=self.kind, without_mtp=meta)
         frozen = self._initial() if len(wanted) < len(shapes) else trained
 
         def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:
