@@ -26,7 +26,9 @@ BUFFER_SIZE = 10_000
 OF_STRINGS = frozenset({"prompt_completion", "preference", "unpaired"})
 """Formats whose prompts and answers ``data.strings`` makes turns of."""
 _HUB = "hub:"
-_SOURCE_KEYS = ("path", "repeats", "share", "format", "columns", "max_samples")
+_OF_HUB = ("subset", "split", "revision")
+"""Options that select a part of a data set of the hub."""
+_SOURCE_KEYS = ("path", "repeats", "share", "format", "columns", "max_samples", *_OF_HUB)
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -126,7 +128,7 @@ class FilesData(RecordsData):
 
     train: str | None = None
     sources: list[Json] | str | None = None
-    """A list of ``{path, repeats or share, format, columns, max_samples}``, or text like ``0.7 A 0.3 B``."""
+    """A list of mappings with the keys ``_SOURCE_KEYS``, or text like ``0.7 A 0.3 B``."""
     stopping_strategy: StoppingStrategy = "first_exhausted"
     eval: str | dict[str, str] | None = None
     """One path, or a mapping from the name of each evaluation set to its path."""
@@ -152,6 +154,7 @@ class FilesData(RecordsData):
             raise ConfigError("data.sources: is empty; give at least one {path: FILE}.")
         for index, source in enumerate(self._sources):
             _check_source(f"data.sources[{index}]", source)
+            _check_part(f"data.sources[{index}]", source)
         self._check_shares()
         for name in self._evaluated:
             if isinstance(self.eval, dict) and not _NAME.fullmatch(name):
@@ -228,13 +231,15 @@ class FilesData(RecordsData):
             raise ConfigError(
                 "data.eval_split: data.split is that of the training data; name the split of data.eval, too."
             )
-        paths = [self.train, *evaluated, *(source["path"] for source in self._sources)]
-        hub = [path for path in paths if path is not None and path.startswith(_HUB)]
-        for name in ("split", "eval_split", "subset", "revision"):
-            if getattr(self, name) is not None and not hub:
+        named = [{"path": path} for path in (self.train, *evaluated) if path is not None]
+        hub = [source for source in (*named, *self._sources) if source["path"].startswith(_HUB)]
+        for name in (name for name in _OF_HUB if getattr(self, name) is not None):
+            if not hub:
                 raise ConfigError(
                     f"data.{name}: only data sets of the hub have one; use data.train=hub:NAME, or remove it."
                 )
+            if all(name in source for source in hub):
+                raise ConfigError(f"data.{name}: every data set of the hub has its own; remove it.")
 
     def record_options(self) -> RecordOptions:
         return replace(
@@ -275,12 +280,12 @@ class FilesData(RecordsData):
         }
 
     def _eval_source(self, option: str, path: str) -> RecordSource:
-        source = self._source(option, {"path": path}, self.eval_split)
+        source = self._source(option, {"path": path, "split": self.eval_split or self.split})
         # ``datasets`` would download all splits of the repository, but it streams no part of a split.
         streamed = self.streaming and isinstance(source, HubSource) and "[" not in source.dataset.split
         return replace(source, streaming=streamed)
 
-    def _source(self, option: str, source: Json, split: str | None = None) -> RecordSource:
+    def _source(self, option: str, source: Json) -> RecordSource:
         path: str = source["path"]
         own = {name: source[name] for name in ("format", "columns") if name in source}
         options = replace(self.record_options(), **own)
@@ -289,8 +294,8 @@ class FilesData(RecordsData):
         )
         if not path.startswith(_HUB):
             return self.converting(FileSource(option=option, path=path, options=options, max_samples=limit))
-        repo = path.removeprefix(_HUB)
-        dataset = HubDataset(option, repo, self.subset, split or self.split or "train", self.revision)
+        subset, split, revision = (source.get(name, getattr(self, name)) for name in _OF_HUB)
+        dataset = HubDataset(option, path.removeprefix(_HUB), subset, split or "train", revision)
         return self.converting(HubSource(option=option, dataset=dataset, options=options, max_samples=limit))
 
 
@@ -317,3 +322,13 @@ def _check_source(where: str, source: Json) -> None:
     known = ("auto", *get_args(Format))
     if source.get("format", "auto") not in known:
         raise ConfigError(f"{where}.format: {source['format']!r} is not one of {', '.join(known)}.")
+
+
+def _check_part(where: str, source: Json) -> None:
+    for name in (name for name in _OF_HUB if source.get(name) is not None):
+        if not isinstance(source[name], str):
+            raise ConfigError(f"{where}.{name}: must be text, got {source[name]!r}; put it in quotes.")
+        if not source["path"].startswith(_HUB):
+            raise ConfigError(
+                f"{where}.{name}: only data sets of the hub have one; use path: hub:NAME, or remove it."
+            )

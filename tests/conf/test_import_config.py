@@ -111,7 +111,7 @@ datasets:
     shards: 4
     message_property_mappings: {role: who, content: text}
     roles: {user: [human], assistant: [gpt]}
-  - {path: org/more, type: chat_template.default}
+  - {path: org/more, type: chat_template.default, split: dev, name: en, revision: v2}
 learning_rate: 1e-6
 dp_shard_size: 2
 tensor_parallel_size: 2
@@ -336,11 +336,12 @@ def test_axolotl(imported: Run) -> None:
 def test_preferences_of_axolotl(imported: Run) -> None:
     answer = imported("axolotl", AXOLOTL_DPO)
     columns = {"messages": "dialog", "role": "who", "content": "text", "chosen": "better"}
+    more = {"path": "hub:org/more", "split": "dev", "subset": "en", "revision": "v2"}
     expected = {
         "stage.loss": "ipo",
         "stage.beta": 0.2,
-        "data.sources": [{"path": "data/pairs.jsonl", "columns": columns}, {"path": "hub:org/more"}],
-        "data.split": "train[:90%]",
+        "data.sources": [{"path": "data/pairs.jsonl", "columns": columns}, more],
+        "data.split": None,
         "data.format": "preference",
         "data.roles": {"human": "user", "gpt": "assistant"},
         "data.max_length": 512,
@@ -353,7 +354,7 @@ def test_preferences_of_axolotl(imported: Run) -> None:
         "checkpoint.save_every_epochs": 1,
     }
     check(answer, expected)
-    for named in ("datasets: shards=4: ", "datasets: split: ", "datasets: roles: "):
+    for named in ("datasets: shards=4: ", "datasets: split=train[:90%]: ", "datasets: roles: "):
         assert f"#   {named}" in answer.out
 
 
@@ -381,10 +382,10 @@ def test_a_mixture_of_trl(imported: Run) -> None:
         "  - {path: json, name: chat, data_files: [b.jsonl]}\n"
     )
     answer = imported("trl", text, "stage=sft")
-    sources = [{"path": "hub:org/a"}, {"path": "b.jsonl"}]
+    sources = [{"path": "hub:org/a", "split": "test", "subset": "chat"}, {"path": "b.jsonl"}]
     check(answer, {"data.sources": sources, "data.eval_fraction": 0.1})
     assert "#   datasets: data_dir=d: use the options of data" in answer.out
-    assert "#   datasets: split: data.split holds for all sources" in answer.out
+    assert "#   datasets: name=chat: only a data set of the hub has one" in answer.out
 
 
 def test_what_an_entry_of_axolotl_loses_is_listed(imported: Run) -> None:
@@ -429,6 +430,10 @@ def test_test_data_of_axolotl(imported: Run) -> None:
     kind = "type: chat_template"
     two = imported("axolotl", f"{base}[{{path: a.jsonl, {kind}}}, {{path: b.jsonl, {kind}}}]")
     check(two, {"data.eval": {"test0": "a.jsonl", "test1": "b.jsonl"}})
+    sources = base.replace("[{", f"[{{path: org/b, {kind}}}, {{name: en, ")
+    own = imported("axolotl", f"{sources}[{{path: org/a, {kind}, name: en}}]")
+    check(own, {"data.subset": None, "data.sources[1].subset": "en"})
+    assert "test_datasets: subset: data.subset holds for all data" in own.out
 
 
 def test_early_stopping_of_llamafactory(imported: Run) -> None:
@@ -1071,7 +1076,7 @@ def test_local_alpaca_data_of_axolotl(imported: Run) -> None:
     assert "axolotl writes '### Instruction:' before the turns" in other.out
     part = entry.replace("train}", '"train[:9]"}')
     answer = imported("axolotl", f"base_model: x\ndatasets: [{part}]\n")
-    assert "datasets: split: only a data set of the hub has one" in answer.out
+    assert "datasets: split=train[:9]: only a data set of the hub has one" in answer.out
 
 
 def test_another_metric_does_not_turn_the_loss_around(imported: Run) -> None:

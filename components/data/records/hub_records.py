@@ -97,7 +97,7 @@ class HubDataset:
         except (*_ERRORS, datasets.exceptions.DatasetsError) as error:
             raise ConfigError(
                 f"{self.option}: hub:{self.repo} cannot be loaded ({one_line(error)}).\n"
-                "Check the name, data.subset, data.split and the network, or give a file."
+                "Check the name, the subset, the split and the network, or give a file."
             ) from error
         return loaded
 

@@ -5,7 +5,14 @@ from typing import Any
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
-from runner.commands.importing.shared_data import files_of, held_out_share, lost_files, write_alpaca
+from runner.commands.importing.shared_data import (
+    OF_HUB,
+    files_of,
+    held_out_share,
+    lost_parts,
+    part_of,
+    write_alpaca,
+)
 from runner.commands.importing.translation import Translation, as_list
 
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "input_output": "segments"}
@@ -43,20 +50,16 @@ def axolotl_datasets(work: Translation) -> None:
     paths = [entry["path"] for entry in entries]
     work.words["data"] = "files"
     work.words |= {"data.train": paths[0]} if len(paths) == 1 else {"data.sources": entries}
-    axolotl_tests(work, tests, sources[0])
-    for key, found_in in ENTRIES.items():
-        found = [found_in(item) for item in sources]
-        if key in varied:
-            continue
+    of_each = {theirs for ours, theirs in OF_HUB.items() if ours in varied}  # not those of test data
+    axolotl_tests(work, tests, {key: value for key, value in sources[0].items() if key not in of_each})
+    for key in (key for key in ENTRIES if key not in varied):
+        found = [ENTRIES[key](item) for item in sources]
         if any(other != found[0] for other in found):
             work.missing[f"datasets: {key}"] = f"data.{key} holds for all sources; convert the others"
-        if key in OF_HUB and not any(path.startswith("hub:") for path in paths):
-            if found[0] not in (None, "train"):
-                work.missing[f"datasets: {key}"] = "only a data set of the hub has one; name its files"
-        elif found[0]:
+        if found[0]:
             work.words[f"data.{key}"] = found[0]
     for item in sources:
-        work.missing |= {f"datasets: {name}": why for name, why in (lost_files(item) | lost(item)).items()}
+        work.missing |= {f"datasets: {name}": why for name, why in (lost_parts(item) | lost(item)).items()}
         if isinstance(item.get("type"), str) and format_of(item) is None and template_of(item) is None:
             work.checks["data.format"] = f"type {item['type']} is not known; the format is recognised"
     if all(item.get("type") == "alpaca" for item in sources) and "chat_template" not in work.given:
@@ -111,7 +114,7 @@ def axolotl_tests(work: Translation, tests: list[Any], trained: Config) -> None:
     elif evaluated:
         work.words["data.eval"] = {f"test{number}": path for number, path in enumerate(evaluated)}
     for item in tests:
-        work.missing |= {f"test_datasets: {name}": why for name, why in lost_files(item).items()}
+        work.missing |= {f"test_datasets: {name}": why for name, why in lost_parts(item).items()}
     default = "train" if trained.get("split") else None  # data.split names that of the trained data
     of_hub = [item for item in tests if any(path.startswith("hub:") for path in files_of(item))]
     splits = {item.get("split") or default for item in of_hub}
@@ -203,12 +206,10 @@ ENTRIES: Mapping[str, Callable[[Config], Any]] = {
     "format": format_of,
     "columns": columns_of,
     "roles": roles_of,
-    "split": lambda item: item.get("split"),
-    "subset": lambda item: item.get("name"),
-    "revision": lambda item: item.get("revision"),
+    "split": lambda item: part_of(item).get("split"),
+    "subset": lambda item: part_of(item).get("subset"),
+    "revision": lambda item: part_of(item).get("revision"),
 }
 """Key of the group ``data`` -> the function that returns its value for an entry of ``datasets``."""
-OF_A_SOURCE = ("format", "columns")
+OF_A_SOURCE = ("format", "columns", *OF_HUB)
 """Keys of ``ENTRIES`` that each of ``data.sources`` may have."""
-OF_HUB = ("split", "subset", "revision")
-"""Keys of ``ENTRIES`` that only data sets of the hub have."""

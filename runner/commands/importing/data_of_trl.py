@@ -3,7 +3,15 @@
 from pathlib import Path
 
 from components.contracts.errors import ConfigError
-from runner.commands.importing.shared_data import FILES, files_of, held_out_share, lost_files, place
+from runner.commands.importing.shared_data import (
+    FILES,
+    OF_HUB,
+    files_of,
+    held_out_share,
+    lost_parts,
+    part_of,
+    place,
+)
 from runner.commands.importing.translation import Translation, as_list
 
 
@@ -51,17 +59,11 @@ def hub_datasets(work: Translation) -> None:
     sources = as_list(work.take("datasets"))
     if not all(isinstance(item, dict) and "path" in item for item in sources):
         raise ConfigError("datasets: must be a list of mappings with a path; correct it.")
-    paths = [path for item in sources for path in files_of(item)]
-    work.words |= {"data": "files", "data.sources": [{"path": path} for path in paths]}
-    for key, theirs, default in (("split", "split", "train"), ("subset", "name", None)):
-        found = [item.get(theirs) or default for item in sources]
-        if any(other != found[0] for other in found):
-            work.missing[f"datasets: {theirs}"] = f"data.{key} holds for all sources; convert the others"
-        elif found[0] != default and all(path.startswith("hub:") for path in paths):
-            work.words[f"data.{key}"] = found[0]
+    entries = [{"path": path} | part_of(item) for item in sources for path in files_of(item)]
+    work.words |= {"data": "files", "data.sources": entries}
     for item in sources:
-        work.missing |= {f"datasets: {name}": why for name, why in lost_files(item).items()}
-        for name in {*item} - {"path", "split", "name", "data_files", "columns"}:
+        work.missing |= {f"datasets: {name}": why for name, why in lost_parts(item).items()}
+        for name in {*item} - {"path", "data_files", "columns", *OF_HUB.values()}:
             work.missing[f"datasets: {name}={item[name]}"] = "use the options of data, see docs/data.md"
     held_out_share(work, "test_split_size")
     for name in ("dataset_test_split", "dataset_train_split", "dataset_config"):

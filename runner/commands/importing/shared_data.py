@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
-from components.contracts.json_types import Config
+from components.contracts.json_types import Config, Json
 from runner.commands.importing.translation import Translation, as_list
 
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 KINDS_OF_FILES = ("json", "csv", "parquet", "text")
 """Values of the ``path`` of a data set that the library ``datasets`` reads from files."""
+OF_HUB = {"split": "split", "subset": "name", "revision": "revision"}
+"""Our option of a data set of the hub -> the key of an entry of ``datasets``."""
 ALPACA_SYSTEM = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the "
     "request."
@@ -32,9 +34,19 @@ def files_of(item: Config) -> list[str]:
     return [str(item["path"]) if "ds_type" in item else place(item["path"])]
 
 
-def lost_files(item: Config) -> dict[str, str]:
-    """Return the ``data_files`` of an entry that is a data set of the hub, with what happens instead."""
-    if not item.get("data_files") or "ds_type" in item or item["path"] in KINDS_OF_FILES:
+def part_of(item: Config) -> Json:
+    """Return the split, subset and revision of an entry that is a data set of the hub; {} for files."""
+    of_hub = files_of(item)[0].startswith("hub:")
+    return {ours: item[theirs] for ours, theirs in OF_HUB.items() if of_hub and item.get(theirs)}
+
+
+def lost_parts(item: Config) -> dict[str, str]:
+    """Return the keys of an entry that select a part of it and are lost, with what happens instead."""
+    if not files_of(item)[0].startswith("hub:"):
+        found = {key: item[key] for key in OF_HUB.values() if item.get(key) not in (None, "train")}
+        why = "only a data set of the hub has one; name its files"
+        return {f"{key}={value}": why for key, value in found.items()}
+    if not item.get("data_files"):
         return {}
     return {f"data_files={item['data_files']}": "all of its files are read; name them in data.sources"}
 

@@ -540,6 +540,14 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             {"sources": [{"path": "a", "format": "xml"}]},
             r"data.sources\[0\].format: 'xml' is not one of auto, text",
         ),
+        (
+            {"sources": [{"path": "hub:a", "revision": 12}]},
+            r"data.sources\[0\].revision: must be text, got 12; put",
+        ),
+        (
+            {"sources": [{"path": "hub:a", "split": "x"}, {"path": "b.jsonl"}], "split": "y"},
+            "data.split: every data set of the hub has its own; remove it",
+        ),
     ],
 )
 def test_mistakes_in_options(options: dict[str, Any], message: str) -> None:

@@ -52,6 +52,20 @@ def test_the_options_of_files(repo: str) -> None:
     assert evaluation.name == f"data.eval=hub:{repo} (test)"
 
 
+def test_each_source_may_have_a_part_of_its_own(repo: str, tmp_path: Path) -> None:
+    path, own = f"hub:{repo}", {"split": "test", "subset": "b", "revision": "v2"}
+    data = FilesData(sources=[{"path": path, "split": "test"}, {"path": path}], split="train[:20%]")
+    found = [source for source, _ in data.train_sources()]
+    texts = [[record for record, _ in source.items("text").items] for source in found]
+    assert texts == [[{"text": f"test {n}"} for n in range(3)], [{"text": f"train {n}"} for n in range(2)]]
+    assert found[0].content(tmp_path) != found[1].content(tmp_path)
+    data = FilesData(sources=[{"path": path, **own}, {"path": path}], subset="a", revision="v1")
+    assert [source.dataset for source, _ in data.train_sources() if isinstance(source, HubSource)] == [
+        HubDataset("data.sources[0]", repo, "b", "test", "v2"),
+        HubDataset("data.sources[1]", repo, "a", "train", "v1"),
+    ]
+
+
 def test_a_data_set_that_is_read_while_training(repo: str) -> None:
     data = FilesData(train=f"hub:{repo}", streaming=True, buffer_size=4)
     [streamed] = data.streamed_sources()
@@ -193,6 +207,10 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_have_no_parts(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"data\.{name}: only data sets of the hub have one; use"):
         FilesData(train="a.jsonl", **{name: "x"})
+    with pytest.raises(
+        ConfigError, match=rf"data\.sources\[0\]\.{name}: only data sets of the hub have one; use"
+    ):
+        FilesData(sources=[{"path": "a.jsonl", name: "x"}])
 
 
 @pytest.mark.parametrize("data", [{"train": "a.jsonl"}, {"sources": [{"path": "hub:a/b"}]}])
