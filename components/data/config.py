@@ -83,7 +83,7 @@ class Data(ABC):
     def eval_sources(self) -> Mapping[str, Source]:
         """Return the evaluation sets by the prefix of their metrics, ``eval`` or ``eval/NAME``."""
 
-    def shares(self) -> Shares | None:
+    def mixture(self) -> Shares | None:
         """Return the share of each training source in an epoch.
 
         None means that the numbers of repetitions that ``train_sources`` returns apply instead.
@@ -305,7 +305,7 @@ class Data(ABC):
         Raises:
             ConfigError: if a source with a share has no sample left.
         """
-        shares = self.shares()
+        shares = self.mixture()
         if shares is None:
             return parts
         ends = np.cumsum([len(part.outcome.kept) for part in parts])

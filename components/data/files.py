@@ -267,7 +267,7 @@ class FilesData(RecordsData):
             return [self._source("data.train", {"path": self.train})]
         return [self._source(f"data.sources[{i}]", source) for i, source in enumerate(self._sources)]
 
-    def shares(self) -> Shares | None:
+    def mixture(self) -> Shares | None:
         if self.streaming:
             return None  # every chunk is mixed
         values = [float(source["share"]) for source in self._sources if "share" in source]

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
+from math import inf
 from pathlib import Path
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.data_sources import FileSource, HubSource, Source
 from components.data.files import RecordsData
+from components.data.mixture import Shares, StoppingStrategy
 from components.data.records.hub_records import HubDataset
 from components.data.records.options import Format, RecordOptions
 from components.home import expand_home
@@ -45,6 +47,8 @@ class LlamaFactoryData(RecordsData):
     """The folder of dataset_info.json, or the file."""
     dataset: str | tuple[str, ...] | None = None
     """Names of the training data sets, as a list or separated by commas."""
+    shares: list[float] | None = None
+    stopping_strategy: StoppingStrategy = "first_exhausted"
     eval_dataset: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -58,8 +62,28 @@ class LlamaFactoryData(RecordsData):
             raise ConfigError("data.eval_fraction: is not read if data.eval_dataset is given; remove one.")
         if self.format != "auto":
             raise ConfigError("data.format: dataset_info.json names the format; leave it out.")
+        self._check_shares()
         self.train_sources()  # raises if an entry is missing or not supported
         self.eval_sources()
+
+    def _check_shares(self) -> None:
+        if self.shares is None:
+            if self.stopping_strategy != "first_exhausted":
+                raise ConfigError(
+                    "data.stopping_strategy: is only read with shares; give data.shares, or leave it out."
+                )
+            return
+        names = _names(self.dataset)
+        if len(self.shares) != len(names):
+            raise ConfigError(
+                f"data.shares: has {len(self.shares)} number(s), but data.dataset {len(names)} name(s); "
+                "give one for each."
+            )
+        if not all(0 < share < inf for share in self.shares):
+            raise ConfigError(f"data.shares: must be numbers above 0, got {self.shares}; correct them.")
+
+    def mixture(self) -> Shares | None:
+        return None if self.shares is None else Shares(self.shares, self.stopping_strategy)
 
     def train_sources(self) -> Sequence[tuple[Source, float]]:
         names = _names(self.dataset)

@@ -31,12 +31,15 @@ _LEFT_OUT = ("checkpoint", "early_stopping", "profiler", "preflight", "hydra", "
 """Groups of the run's overrides that an evaluation leaves out."""
 _DATA = ("data", "experiment", "data.train", "data.eval", "data.sources")
 """Keys, any one of which says on which data to evaluate."""
-_DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset")
-"""Keys that name data sets, which only the option ``data=llamafactory`` has."""
+_DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset", "data.shares")
+"""Keys of data sets, which only the option ``data=llamafactory`` has."""
 _CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")
 _OUTSIDE = re.compile(r"\.\.|\$|(?:^|[^\w.-])/")
 """Pattern that matches an option of a group if it may be a file outside of Hydra's search path."""
-_SOURCES = ("train", "sources", "eval", "eval_fraction", "split", "eval_split", "subset", "revision")
+_SOURCES = (
+    *("train", "sources", "shares", "stopping_strategy", "eval", "eval_fraction"),
+    *("split", "eval_split", "subset", "revision"),
+)
 """Keys of ``data`` that say which records are read; another choice of ``data`` brings its own."""
 _DEMO = "components.data.StdlibData"
 """Class of the embedded text, which ``data.eval`` replaces."""
@@ -244,7 +247,8 @@ def evaluated_data(known: Sequence[str], given: Sequence[str]) -> list[str]:
     """
     values = {name_of(word): word.partition("=")[2] for word in given}
     if "data.eval_dataset" in values:
-        return [f"data.dataset={values['data.eval_dataset']}", "data.eval_fraction=0"]
+        shares = ("data.shares=null", "data.stopping_strategy=first_exhausted")
+        return [f"data.dataset={values['data.eval_dataset']}", "data.eval_fraction=0", *shares]
     if "data.eval" in values:
         override = cli.parsed(f"data.eval={values['data.eval']}")
         sets = None if override is None else override.value()  # a path, or several by name

@@ -152,7 +152,7 @@ class Answer:
         if "dataset_info" in node["data"]:  # is read when it is built
             node["data"] |= {
                 "dataset_info": str(Path(__file__).parent / "dataset_info.json"),
-                "dataset": "chats",
+                "dataset": ["chats"] * len(node["data"]["shares"] or [1]),
             }
         experiment = build_experiment(node, ConfigSources())
         experiment.data.check_kind(experiment.stage.kind)
@@ -636,6 +636,25 @@ ALPACA = f"{AX}datasets: [{{path: a.jsonl, type: alpaca}}]\n"
     [
         ("llamafactory", LF.format("pt") + "packing: true", {"data.packing": "concat"}, ""),
         ("llamafactory", LF.format("pt") + "packing: false", {"data.packing": "none"}, ""),
+        (
+            "llamafactory",
+            LF.format("pt").replace("dataset: a", "dataset: a,b")
+            + 'mix_strategy: interleave_over\ninterleave_probs: "0.7, 0.3"',
+            {"data.shares": [0.7, 0.3], "data.stopping_strategy": "all_exhausted"},
+            "data.shares: they are shares of tokens here",
+        ),
+        (
+            "llamafactory",
+            LF.format("sft").replace("dataset: a", "dataset: a,b") + "mix_strategy: interleave_under",
+            {"data.shares": [1.0, 1.0], "data.stopping_strategy": "first_exhausted"},
+            "",
+        ),
+        (
+            "llamafactory",
+            LF.format("sft") + "mix_strategy: interleave_under\ninterleave_probs: 1",
+            {"data.shares": None},
+            "mix_strategy: there is one data set",
+        ),
         (
             "llamafactory",
             LF.format("sft") + "packing: true",

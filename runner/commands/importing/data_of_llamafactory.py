@@ -1,7 +1,7 @@
 """Data and templates of LLaMA-Factory."""
 
 from runner.commands.importing.shared_data import held_out_share, write_alpaca
-from runner.commands.importing.translation import Translation, as_list
+from runner.commands.importing.translation import Translation, as_list, as_number
 
 
 def dataset_info(work: Translation) -> None:
@@ -15,6 +15,7 @@ def dataset_info(work: Translation) -> None:
         every = [name.strip() for text in as_list(given) for name in str(text).split(",")]
         if every:
             work.words[key] = every[0] if len(every) == 1 else every
+    interleaving(work, len(as_list(work.words.get("data.dataset"))))
     if work.words["stage"] not in ("pt", "sft"):
         for name in ("packing", "neat_packing"):
             work.skip(name, "it is not read in this stage")
@@ -26,6 +27,19 @@ def dataset_info(work: Translation) -> None:
         if packing and not neat:
             work.checks["data.packing"] = "without neat_packing, attention crosses samples there; never here"
     held_out_share(work, "val_size")
+
+
+def interleaving(work: Translation, number: int) -> None:
+    """Translate how the ``number`` data sets are mixed: without ``interleave_probs``, in equal shares."""
+    if number == 1:
+        for name in ("mix_strategy", "interleave_probs"):
+            work.skip(name, "there is one data set")
+    elif work.given.get("mix_strategy") in ("interleave_under", "interleave_over"):
+        given = [word for text in as_list(work.take("interleave_probs")) for word in str(text).split(",")]
+        shares = [as_number("interleave_probs", word) for word in given]
+        work.words["data.shares"] = shares or [1.0] * number
+        if work.words["stage"] == "pt":
+            work.checks["data.shares"] = "they are shares of tokens here, and of documents in LLaMA-Factory"
 
 
 def choose_template(work: Translation) -> None:

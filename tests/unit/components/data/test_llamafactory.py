@@ -168,6 +168,19 @@ def test_several_data_sets_some_of_their_samples_and_what_is_not_named(
     assert both.audit.eval.keys() == {"eval/a", "eval/b"}
 
 
+@pytest.mark.parametrize(("strategy", "number"), [("first_exhausted", 2), ("all_exhausted", 8)])
+def test_shares_of_data_sets(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, strategy: str, number: int
+) -> None:
+    record = {"instruction": "U", "input": "", "output": "A"}
+    for name, records in (("a", 4), ("b", 1)):
+        (tmp_path / f"{name}.json").write_text(json.dumps([record] * records))
+    describe(tmp_path, {name: {"file_name": f"{name}.json"} for name in "ab"})
+    options: dict[str, Any] = {"shares": [0.5, 0.5], "stopping_strategy": strategy}
+    prepared = prepare(tmp_path, "chat", tokenizer, "a, b", **options)
+    assert len(prepared.train.open()[1].plan(0).segments) == number
+
+
 def test_images_are_refused_by_name(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{"messages": OPENAI, "pictures": ["a.jpg"]}]))
     columns = {"messages": "messages", "images": "pictures"}
@@ -192,6 +205,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "script": ({"dataset": "script"}, "dataset_info.json: script.script_url: is not supported; remove it"),
     "modelscope": ({"dataset": "elsewhere"}, "names no file_name and no hf_hub_url; add"),
     "split of a file": ({"dataset": "half"}, r"half.split: a file has none; remove it, or name a file"),
+    "shares": ({"shares": [0.5, 0.5]}, r"data.shares: has 2 number\(s\), but data.dataset 1 name\(s\); give"),
+    "no share": ({"shares": [0]}, r"data.shares: must be numbers above 0, got \[0\]; correct"),
+    "strategy": ({"stopping_strategy": "all_exhausted"}, "data.stopping_strategy: is only read with shares"),
     "formatting": ({"dataset": "odd"}, "odd.formatting: 'chatml' is not alpaca, sharegpt or openai"),
 }
 

@@ -21,11 +21,16 @@ def test_a_file_replaces_the_data_sets_of_a_run(tmp_path: Path) -> None:
     run = tmp_path / "lora" / "2026-01-01_00-00-00"
     overrides = ["stage=sft", "data=llamafactory", "data.dataset_info=d", "data.dataset=a", "run.name=lora"]
     run.mkdir(parents=True)
-    RunRecord(overrides=overrides).write(run)
+    mixture = ["data.shares=[1]", "data.stopping_strategy=all_exhausted"]
+    RunRecord(overrides=[*overrides, *mixture]).write(run)
     words = evaluation([f"checkpoint={run}", "data.eval=x.jsonl"])
     assert {"stage=sft", "data=files", "data.train=x.jsonl", "run.name=evaluate_lora"} <= {*words}
-    assert not any(word.startswith(("data.dataset", "data=llamafactory", "run.name=lora")) for word in words)
-    assert "data.dataset=b" in evaluation([f"checkpoint={run}", "data.eval_dataset=b"])
+    unread = ("data.dataset", "data.shares", "data=llamafactory", "run.name=lora")
+    assert not any(word.startswith(unread) for word in words)
+    words = evaluation([f"checkpoint={run}", "data.eval_dataset=b"])
+    assert {"data.dataset=b", "data.shares=null", "data.stopping_strategy=first_exhausted"} <= {*words}
+    words = evaluation([f"checkpoint={run}", "data=llamafactory", "data.dataset_info=d", "data.dataset=b"])
+    assert not any(word.startswith(("data.shares", "data.stopping_strategy")) for word in words)
 
 
 def test_options_of_the_training_data_are_not_taken_over(tmp_path: Path) -> None:
