@@ -1,8 +1,8 @@
 """All measurements on one GPU in one call: ``python -m benchmarks.gpu [--minutes 8.5] [--only PART ...]``.
 
-Curves of both engines against those of the CPU; speed, MFU and peak memory of two shapes of Llama with packed
-rows of 4096 tokens, for our engines (with the peak of a rehearsal) and other programs that are installed; and
-the tests of tests/gpu.
+The tests of tests/gpu; curves of both engines against those of the CPU; and speed, MFU and peak memory of two
+shapes of Llama with packed rows of 4096 tokens, for our engines (with the peak of a rehearsal) and other
+programs that are installed.
 Each single measurement is a cell. A cell that fails, lacks a package or has no time left is recorded with the
 reason, and the others are measured. The results file is written after each cell. Results of cells that a call
 does not measure are kept in the file, so several calls can share the work.

@@ -217,7 +217,13 @@ def outcome(printed: str, word: str) -> set[str]:
 
 def cells(place: Place) -> list[Cell]:
     """Return all cells in the order in which they are measured."""
-    found = [
+    several = ("-n", "6") if find_spec("xdist") else ()
+    runs = partial(tests, (*several, "tests/gpu", f"--ignore={MEMORY_TESTS}"))
+    found = [  # the tests first, because the call may have no time left for the last cells
+        Cell("tests/gpu", runs, 600, module("pytest")),
+        Cell(MEMORY_TESTS, partial(tests, (MEMORY_TESTS,)), 300, module("pytest")),
+    ]
+    found += [
         Cell(f"curve of {engine} {dtype}", partial(curves, layout, dtype), 90, {})
         for engine, layout in ENGINES.items()
         for dtype in ("fp32", "bf16")
@@ -228,13 +234,7 @@ def cells(place: Place) -> list[Cell]:
             found.append(Cell(f"{name}: {ours}", measure, 120, NEEDS.get(ours, {})))
         for peer, program in PEERS.items():
             found.append(Cell(f"{name}: {peer}", partial(speed, program, shape), 90, NEEDS.get(peer, {})))
-    several = ("-n", "6") if find_spec("xdist") else ()
-    runs = partial(tests, (*several, "tests/gpu", f"--ignore={MEMORY_TESTS}"))
-    return [
-        *found,
-        Cell(MEMORY_TESTS, partial(tests, (MEMORY_TESTS,)), 300, module("pytest")),
-        Cell("tests/gpu", runs, 600, module("pytest")),
-    ]
+    return found
 
 
 def output(command: Sequence[str], place: Place, seconds: float, environ: Mapping[str, str] = {}) -> str:

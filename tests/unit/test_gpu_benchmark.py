@@ -77,6 +77,7 @@ FAILED tests/gpu/test_a.py::test_two - AssertionError
 def test_each_model_has_each_program(tmp_path: Path) -> None:
     names = [cell.name for cell in cells(Place("cpu", tmp_path))]
     assert len(names) == len(set(names)) == 4 + 12 + 2
+    assert names[0] == "tests/gpu"  # before cells whose time limits add up to more than the call has
 
 
 def test_a_peak_is_rehearsed_beside_a_measurement_on_a_gpu(
