@@ -20,6 +20,9 @@ MAX_NUMEL = 2**20
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool})
 FILLED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
 """Operators whose result has known values, whatever the values of their first argument."""
+FLOATS = frozenset({"zeros_like", "scatter", "mul", "topk", "_to_copy"})
+"""Operators whose floating-point values are followed too: with a capacity, Megatron selects the tokens of an
+expert by their weights, which a router writes into zeros."""
 UNDEFINED = ("empty", "rand")
 """Operators with these words in their name have results without a known value."""
 
@@ -67,7 +70,7 @@ class HostValues:
     def follow(self, func: OpOverload, args: Arguments, kwargs: Keywords, out: object) -> None:
         """Compute the values of ``out``, the result of ``func``, if those of the arguments are known.
 
-        Otherwise the values of integer tensors that ``func`` writes to are no longer known. An exception of
+        Otherwise the values of tensors that ``func`` writes to are no longer known. An exception of
         the computation is kept in ``failures``.
         """
         results = [tensor for tensor in tensors_of((out,)) if isinstance(tensor, FakeTensor)]
@@ -86,12 +89,13 @@ class HostValues:
         name = func._schema.name.removeprefix("aten::")
         if any(result.numel() > MAX_NUMEL for result in results):
             raise UnknownValueError
-        if name == "topk" and args[0].dtype not in INTEGERS:
-            # The choices are those of a balanced router: expert i, i + 1, ... for consecutive choices.
-            chosen = torch.arange(results[-1].numel()) % args[0].shape[-1]
-            return [(results[-1], chosen.view(results[-1].shape))]
-        if any(result.dtype not in INTEGERS for result in results):
+        if name == "topk" and args[0].dtype not in INTEGERS and self.known(args[0]) is None:
+            return [(results[-1], balanced_choices(results[-1], *args))]
+        if name not in FLOATS and any(result.dtype not in INTEGERS for result in results):
             raise UnknownValueError
+        if name == "zeros_like" and results[0].dtype not in INTEGERS:
+            # One element in host memory stands for all: moments of optimizers are made of zeros too.
+            return [(results[0], torch.zeros((), dtype=results[0].dtype).expand(results[0].shape))]
         if name in FILLED and results:
             like = torch.empty(args[0].shape, dtype=args[0].dtype)
             return [(results[0], func(like, *args[1:], **on_host(kwargs)))]
@@ -100,8 +104,12 @@ class HostValues:
             return []
         if any(word in name for word in UNDEFINED):
             raise UnknownValueError
-        if any(tensor.is_floating_point() for tensor in tensors_of((*args, *kwargs.values()))):
+        floats = any(tensor.is_floating_point() for tensor in tensors_of((*args, *kwargs.values())))
+        if floats and name not in FLOATS:
             raise UnknownValueError
+        if func is aten.scatter.src and self.known(args[3]) is None:
+            # The weights of chosen experts are positive.
+            args = (*args[:3], torch.ones(args[3].shape, dtype=args[3].dtype))
         found = func(*tree_map(self._argument, list(args)), **on_host(tree_map(self._argument, dict(kwargs))))
         values = [*tensors_of((found,))]
         if func is aten._to_copy.default and values and values[0] is args[0]:
@@ -129,8 +137,14 @@ class HostValues:
         for value, argument in zip(args, func._schema.arguments, strict=False):
             if argument.is_write:
                 for tensor in tensors_of((value,)):
-                    if isinstance(tensor, FakeTensor) and tensor.dtype in INTEGERS:
+                    if isinstance(tensor, FakeTensor):
                         self._stale.add(tensor.untyped_storage()._cdata)
+
+
+def balanced_choices(result: Tensor, scores: Tensor, _: int, dim: int = -1, *__: bool) -> Tensor:
+    """Return the choices of a balanced router: expert i, i + 1, ... for consecutive choices."""
+    rows = result.movedim(dim, -1).shape
+    return (torch.arange(rows.numel()) % scores.shape[dim]).view(rows).movedim(-1, dim)
 
 
 def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:

@@ -134,6 +134,7 @@ MEGATRON = {
         "parallelism.moe_token_dispatcher=allgather",
         "parallelism.capacity_factor=1.25",
     ],
+    "capacity without padding": [*TINY_EXPERTS, "parallelism=ep2", "parallelism.capacity_factor=1.25"],
     "capacity by position": [
         *TINY_EXPERTS,
         "parallelism=ep2",

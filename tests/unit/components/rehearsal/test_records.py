@@ -145,3 +145,24 @@ def test_arithmetic_of_products_and_causal_attention() -> None:
     pairs = (6**2 + 4**2) / 2
     assert found.flops == {("build", "matmul"): 2 * 3 * 5 * 7, ("build", "attention"): 4 * 4 * 64 * pairs}
     assert found.kernels == {"build": 2}
+
+
+def test_tokens_of_an_expert_are_chosen_by_weight() -> None:
+    """Each of the experts has room for two of the four tokens, which are those that a router sent to it."""
+    values = HostValues()
+
+    def follow(func: Any, *args: Any) -> Any:
+        with WITHOUT_DATA:
+            out = func(*args)
+        values.follow(func, args, {}, out)
+        return out
+
+    scores = on_gpu(4, 2)
+    chosen, room = follow(aten.topk.default, scores, 1)[1], follow(aten.topk.default, scores, 2, 0)[1]
+    weights = follow(aten.scatter.src, follow(aten.zeros_like.default, scores), 1, chosen, on_gpu(4, 1))
+    kept = follow(aten.topk.default, weights, 2, 0)[1]
+    assert values.of(chosen).flatten().tolist() == [0, 1, 0, 1]
+    assert values.of(kept).sort(0)[0].tolist() == [[0, 1], [2, 3]]
+    assert values.of(room).T.tolist() == [[0, 1], [2, 3]]
+    follow(aten.add_.Tensor, weights, scores)
+    assert values.known(weights) is None
