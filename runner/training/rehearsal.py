@@ -12,6 +12,7 @@ from components.rehearsal.rehearsed_run import RehearsedRun, install, rehearse
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.records.run_dir import read_run_config
+from runner.training.determinism import deterministic
 from runner.training.rank import training_options, unlogged_run
 
 
@@ -40,5 +41,6 @@ def rehearse_rank(folder: Path, request: Json) -> Json:
         observed=partial(unlogged_run, experiment, folder),
     )
     mode = install(Gpu(**request["gpu"]), rank, world_size)
-    seconds = rehearse(run, mode, request["steps"])
+    with deterministic(experiment.run.deterministic):
+        seconds = rehearse(run, mode, request["steps"])
     return {"rank": rank, "seconds": seconds} | describe(mode)

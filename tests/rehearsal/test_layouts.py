@@ -202,3 +202,13 @@ def test_compiled_blocks_are_rehearsed_operator_by_operator(tmp_path: Path) -> N
     check(plain)
     assert compiled.record["kernels"] == plain.record["kernels"]
     assert compiled.record["memory"] == plain.record["memory"]
+
+
+def test_deterministic_kernels_are_rehearsed(tmp_path: Path) -> None:
+    """With them, Megatron's embedding is an indexing operator, which has another backward pass."""
+    words = ["preflight.steps=1", *overrides_of(["parallelism=tp2"])]
+    plain, other = (
+        rehearsed(tmp_path / value, *words, f"run.deterministic={value}") for value in ("false", "true")
+    )
+    check(other)
+    assert other.record["kernels"]["backward"] != plain.record["kernels"]["backward"]
