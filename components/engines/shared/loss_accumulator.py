@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from components.contracts.device_copy import to_device
 from components.contracts.loss import LossOutput
 
 NORM_BLOCK = 1024
@@ -68,8 +69,11 @@ class LossAccumulator:
         micro-batch.
         """
         tables = (self.terms, self.term_counts, self.metrics, self.metric_counts)
-        values = [torch.as_tensor(v, dtype=torch.float64, device=device) for t in tables for v in t.values()]
-        packed = torch.stack(values)
+        values = [value for table in tables for value in table.values()]
+        on_host = [0.0 if isinstance(value, Tensor) else value for value in values]
+        sent = to_device(torch.tensor(on_host, dtype=torch.float64), device)  # all in one copy
+        pairs = zip(values, sent, strict=True)
+        packed = torch.stack([v.to(device, torch.float64) if isinstance(v, Tensor) else n for v, n in pairs])
         dist.all_reduce(packed, group=group)
         numbers = iter(packed.tolist())
         terms, term_counts, metrics, metric_counts = ({name: next(numbers) for name in t} for t in tables)
