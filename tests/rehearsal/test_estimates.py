@@ -139,6 +139,13 @@ LARGE = {
     ],
     "1b tr-dpo in fp16": [*OF_1B, "parallelism=fsdp2", "parallelism.dp=8", "run.dtype=fp16", *TR_DPO],
     "1b megatron tr-dpo": [*OF_1B, "parallelism=tp2", *TR_DPO, NOISE],
+    "1b megatron tr-dpo with sharded masters": [
+        *OF_1B,
+        "parallelism=megatron_dp2",
+        "parallelism.distributed_optimizer=true",
+        *TR_DPO,
+        "data.max_length=512",
+    ],
     "8b lora": [*OF_8B, "parallelism=fsdp2", "parallelism.dp=8", "adapter=lora"],
     "8b qlora": [
         "model=llama3_8b",

@@ -20,6 +20,9 @@ from components.engines.shared.loss_scale import LossScale
 from components.engines.shared.moe_losses import RouterState
 from components.models import ModelSpec
 
+MIXED_TOGETHER = 2**24
+"""Number of elements of a weight that ``mix_reference`` mixes at a time, or one row if that has more."""
+
 
 class TrainStepEngine(Engine):
     """Base class of engines with the methods that begin, finish and abort train steps, and that evaluate.
@@ -177,7 +180,10 @@ class TrainStepEngine(Engine):
     @torch.no_grad()
     def mix_reference(self, share: float) -> None:
         for kept, trained in self.reference_weights():
-            kept.copy_(kept.float().lerp(trained.float(), share))
+            # In pieces: fp32 copies of a whole embedding could be the peak of the step.
+            rows = max(MIXED_TOGETHER * len(kept) // max(kept.numel(), 1), 1)
+            for old, new in zip(kept.split(rows), trained.split(rows), strict=True):
+                old.copy_(old.float().lerp(new.float(), share))
 
     # ---- without gradient
 

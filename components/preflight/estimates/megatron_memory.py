@@ -76,6 +76,8 @@ def memory(
             reference = {"reference": held}
             resting, built = resting | reference, [moment | reference for moment in built]
         asked = [*stage.moments(), *([stage.during_reference()] if asks else [])]
+        if getattr(step.loss, "sync_reference_every", 0):
+            asked.append(stage.during_sync())
         if whole:
             sizes = ParallelSizes(ep=layout.ep)
             inner, ends = stage_parameters(model, sizes, "".join(chunks), layers[number], step.adapter)
@@ -369,6 +371,11 @@ class StageMemory:
             "activations": max(block.forward(tokens) for block in set(self.blocks)),
             "logits": logits,
         }
+
+    def during_sync(self) -> Bytes:
+        """Return the bytes when the masters of the largest weight are put together for the reference."""
+        whole = max(self.weights.embedding, self.weights.matrix) * self.layout.distributed_optimizer
+        return {"buffers": whole * FP32}
 
     def head_activations(self, *, trained: bool) -> Bytes:
         run = self.blocks[0].run

@@ -70,6 +70,8 @@ class CommInputs:
     """Whether a call merges micro-batches, so that weights are gathered once."""
     whole_weights: bool = False
     """Whether the optimizer updates each full (unsharded) weight on one rank, its owner."""
+    synced: float = 0
+    """Share of the steps after which the trained weights are mixed into the reference."""
 
 
 @dataclass(frozen=True)

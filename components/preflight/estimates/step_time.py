@@ -147,6 +147,7 @@ def comm_inputs(case: Candidate, work: StepWork) -> CommInputs:
     """
     has_reference = case.reference != "none"
     of_policy = bool(getattr(case.loss, "has_mismatched_answers", False))
+    every = getattr(case.loss, "sync_reference_every", 0)
     return CommInputs(
         case.world_size,
         case.dtype,
@@ -156,6 +157,7 @@ def comm_inputs(case: Candidate, work: StepWork) -> CommInputs:
         forward_calls=has_reference + of_policy,
         merges=case.data.packing != "none",
         whole_weights=has_owners(case.layout, case.optimizer),
+        synced=1 / every if every else 0,
     )
 
 

@@ -121,7 +121,8 @@ def gradient_bytes(layout: Layout, size: ModelSize, ranks: int, step: CommInputs
     """Estimate the bytes of gradients in fp32, reduced once per step over ``ranks``, and of updated weights.
 
     Expert gradients are reduced over the ranks with the same experts. The distributed optimizer uses a
-    reduce-scatter and gathers the updated weights, except with an optimizer of full (unsharded) weights.
+    reduce-scatter and gathers the updated weights, except with an optimizer of full (unsharded) weights. A
+    reference that follows the trained weights needs their fp32 masters, which an all-reduce puts together.
     """
     alike = ranks * layout.tp // (layout.ep * layout.etp)
     split, dealt = layout.tp * layout.pp, layout.ep * layout.etp * layout.pp
@@ -137,6 +138,9 @@ def gradient_bytes(layout: Layout, size: ModelSize, ranks: int, step: CommInputs
         num_bytes = sent(size.trained, size.trained_experts, all_gather_bytes) * step.dtype.itemsize
         overlapped = layout.gathers_during_forward(whole_updates=step.whole_weights)
         yield CommVolume("dp", num_bytes, when="overlapped" if overlapped else "at_end")
+        if step.synced:
+            num_bytes = step.synced * sent(size.trained, size.trained_experts, all_reduce_bytes) * FP32
+            yield CommVolume("dp", num_bytes, when="at_end")
 
 
 def whole_updates(layout: Layout, size: ModelSize, ranks: int, itemsize: int) -> Iterator[CommVolume]:
