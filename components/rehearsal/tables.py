@@ -47,7 +47,7 @@ def rehearsal_report(case: Candidate, stage: int, record: Json, steps: int) -> R
         "peaks": [{"moment": moment, "bytes": size} for moment, size in memory["by_moment"].items()],
         "memory_lines": memory["lines"][:TOP_LINES],
         "traffic": traffic,
-        "communication": communication_rows(case, traffic),
+        "communication": communication_rows(case, traffic, stage),
         "waits": [*waits, *(row | {"kind": f"{row['kind']}, blocking"} for row in copies)],
         "arithmetic": arithmetic_rows(record["flops"]),
         "violations": [{"violation": text} for text in record["violations"]],
@@ -123,11 +123,11 @@ def merged_dimensions(labels: Iterable[str]) -> list[frozenset[str]]:
     return found
 
 
-def communication_rows(case: Candidate, traffic: Sequence[Config]) -> list[Config]:
+def communication_rows(case: Candidate, traffic: Sequence[Config], stage: int) -> list[Config]:
     """Return the bytes that a rank sends in a step, recorded and estimated, by dimension of the mesh."""
     sizes = {label: len(ranks) for ranks, label in names_of_ranks(case).items()}
     work = step_work(case)
-    volumes = comm_cost(case.layout, work.size, comm_inputs(case, work)).volumes
+    volumes = comm_cost(case.layout, work.size, comm_inputs(case, work, stage)).volumes
     if any(volume.dimension == "all" for volume in volumes):
         sizes["all"] = case.world_size
     sent: Counter[str] = Counter()

@@ -381,6 +381,7 @@ SPLIT_EXPERTS = [
     "run.global_batch_size=4",
     "run.micro_batch_size=1",
 ]
+LATER_TOKENS = ["model=qwen3_0_6b", TWO, "model.mtp.num_layers=1", "data.max_length=512"]
 REPLICAS = ["parallelism=fsdp2", "parallelism.dp=4", "parallelism.dp_replicate=2"]
 EVERY = [
     "parallelism.dp=4",
@@ -415,6 +416,18 @@ OTHER_TRAFFIC = {
         ["pp"],
         [*OF_1B, FOUR, "parallelism=pp2vpp2", "data.max_length=2048", "run.global_batch_size=16"],
     ),
+    "the last stage of a pipeline": (
+        ["pp"],
+        [
+            *("model=qwen3_0_6b", FOUR, "parallelism=pp2", "data.max_length=512"),
+            "model.architecture.tie_word_embeddings=false",
+        ],
+    ),
+    "later tokens of megatron": (
+        ["tp"],
+        [*LATER_TOKENS, "parallelism=tp2", "parallelism.sequence_parallel=true", RECOMPUTED],
+    ),
+    "later tokens of fsdp2": (["tp"], [*LATER_TOKENS, *FSDP2, RECOMPUTED]),
     "reduced micro-batches of replicas": (["dp_shard", "dp_replicate"], [*ONE_LAYER, *REPLICAS, *EVERY]),
     "gathered keys of megatron": (
         ["cp", "dp"],

@@ -29,6 +29,7 @@ def tp_volume(
     forward_passes: int,
     whole_mlps: float = 0,
     repeated_mlps: float = 0,
+    merges: float = 0,
 ) -> CommVolume:
     """Return the volume of tensor parallelism (Shoeybi et al., 2019) for hidden states of ``num_bytes``.
 
@@ -36,7 +37,7 @@ def tp_volume(
     pass. Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter, which together
     send the same number of bytes (Korthikanti et al., 2022). The embedding has one all-reduce in the forward
     pass, and the head one in the backward pass; with sequence parallelism, the embedding and the head each
-    have an all-gather or a reduce-scatter in both passes.
+    have an all-gather or a reduce-scatter in both passes. Each MTP layer also has an embedding and a head.
 
     Args:
         ends: share of the embedding and of the head that a rank holds, 1 without pipelining.
@@ -44,10 +45,12 @@ def tp_volume(
         forward_passes: number of passes without gradient.
         whole_mlps: number of blocks whose MLP is not split, and in which only attention communicates.
         repeated_mlps: number of blocks of which only the MLP, with its all-reduce, is recomputed.
+        merges: number of all-gathers or reduce-scatters for the matrix with which an MTP layer begins.
     """
     blocks = size.layers - whole_mlps / 2
     # With a frozen embedding, it and the input of the first block need no gradients.
-    calls = blocks * (8 + repeated) + 2 * repeated_mlps + ends * (4 if size.all_trained else 2)
+    each, mtp = 4 if size.all_trained else 2, size.mtp_layers
+    calls = blocks * (8 + repeated) + 2 * repeated_mlps + ends * (each + mtp * (each + merges))
     calls += forward_passes * (4 * blocks + 2 * ends)
     return CommVolume("tp", calls * all_gather_bytes(num_bytes, tp), when="exposed")
 

@@ -68,6 +68,8 @@ class CommInputs:
     """Number of calls of the model or its reference for these passes, each with all tokens that it needs."""
     merges: bool = True
     """Whether a call merges micro-batches, so that weights are gathered once."""
+    stage: int | None = None
+    """Number of the pipeline stage of the rank. None means the stage that sends the most to other stages."""
     whole_weights: bool = False
     """Whether the optimizer updates each full (unsharded) weight on one rank, its owner."""
     synced: float = 0
@@ -111,6 +113,8 @@ class ModelSize:
     """Number of expert parameters."""
     trained_experts: int = 0
     """Number of trained expert parameters."""
+    mtp_layers: int = 0
+    """Number of the ``layers`` that predict a later token (MTP)."""
     num_moe_layers: int = 0
     """Number of MoE layers."""
     top_k: int = 0

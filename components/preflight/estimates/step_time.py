@@ -54,6 +54,7 @@ def model_size(case: Candidate) -> ModelSize:
         outside_blocks=sum(p.numel for p in found if not p.name.startswith(in_blocks)),
         experts=sum(p.numel for p in experts),
         trained_experts=sum(p.numel for p in experts if p.trained),
+        mtp_layers=num_mtp_layers(config),
         num_moe_layers=len(layers),
         top_k=config.num_experts_per_tok if layers else 0,
         has_shared_experts=any(
@@ -138,8 +139,8 @@ class StepTime:
         return {"seconds": self.total} | {f"{part}_s": seconds for part, seconds in vars(self).items()}
 
 
-def comm_inputs(case: Candidate, work: StepWork) -> CommInputs:
-    """Return the inputs of the estimate of communication.
+def comm_inputs(case: Candidate, work: StepWork, stage: int | None = None) -> CommInputs:
+    """Return the inputs of the estimate of communication, on one pipeline ``stage``: see ``CommInputs``.
 
     With unpaired data, the pass of the reference also has the mismatched answers, which are about as many
     tokens as the others, and a loss may have a pass of the policy over them. Micro-batches of packed rows are
@@ -156,6 +157,7 @@ def comm_inputs(case: Candidate, work: StepWork) -> CommInputs:
         forward_passes=has_reference * (1 + (case.loss.kind == "unpaired")) + of_policy,
         forward_calls=has_reference + of_policy,
         merges=case.data.packing != "none",
+        stage=stage,
         whole_weights=has_owners(case.layout, case.optimizer),
         synced=1 / every if every else 0,
     )

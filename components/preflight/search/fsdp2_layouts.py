@@ -89,7 +89,8 @@ def activation_volumes(
         yield ulysses_volume(size, layout.cp, layout.tp, step.tokens, itemsize, passes=passes)
     if layout.tp > 1:
         # A recomputed block or MLP ends before its last all-reduce, whose result the backward pass does not
-        # need. Experts are computed before the shared experts.
+        # need. An MTP layer ends with a norm, and begins with a matrix, which has an all-reduce in each pass.
+        # Experts are computed before the shared experts.
         yield tp_volume(
             size,
             layout.tp,
@@ -98,6 +99,7 @@ def activation_volumes(
             repeated=2 * recomputed,
             forward_passes=step.forward_passes,
             repeated_mlps=size.num_moe_layers if "moe" in modules and size.has_shared_experts else 0,
+            merges=4 + 4 * recomputed,
         )
     if layout.ep > 1:
         span = layout.ep * layout.tp

@@ -76,15 +76,14 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
                 forward_passes=step.forward_passes,
                 whole_mlps=whole,
                 repeated_mlps=dense * ("mlp" in modules) + shared * ("moe" in modules),
+                # The matrix has an input of twice the hidden size, and its result is gathered.
+                merges=8 + 3 * recomputed if layout.sequence_parallel else 5 + recomputed,
             )
         )
     sent += expert_volumes(layout, stage, own / tp, itemsize, exchanges)
     if pp > 1:
         width = size.hidden / (tp if layout.sequence_parallel else 1)
-        states = (2 + step.forward_passes) * layout.vpp * own * width * itemsize
-        sent.append(CommVolume("pp", states, when="exposed"))
-        shared = all_reduce_bytes(size.shared_by_stages / tp * FP32, 2)
-        sent.append(CommVolume("pp", shared, when="at_end"))
+        sent += pipeline_volumes(layout, size, step, own * width * itemsize)
     if layout.optimizer_cpu_offload:
         trained = size.trained / (tp * pp)
         sent.append(CommVolume("host", trained * (FP32 + itemsize) / (dp * cp), when="at_end"))
@@ -92,6 +91,27 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
     idle = 1 - number * layout.vpp / turns
     padding = layout.padding_factor - 1
     return StepCost(sent, idle, recomputed, dict.fromkeys(modules, 1.0), padding)
+
+
+def pipeline_volumes(
+    layout: Layout, size: ModelSize, step: CommInputs, num_bytes: float
+) -> Iterator[CommVolume]:
+    """Estimate what a stage sends to the others, for hidden states of ``num_bytes``.
+
+    The last chunk of the model sends no hidden states, and the first chunk no gradients. The first and the
+    last stage add up the gradients of the embedding that both have.
+    """
+    last = layout.pp - 1
+
+    def sends(stage: int) -> int:
+        forward = layout.vpp - (stage == last)
+        return (1 + step.forward_passes) * forward + layout.vpp - (stage == 0)
+
+    stage = max(range(layout.pp), key=sends) if step.stage is None else step.stage
+    yield CommVolume("pp", sends(stage) * num_bytes, when="exposed")
+    if step.stage in (None, 0, last):
+        shared = all_reduce_bytes(size.shared_by_stages / layout.tp * FP32, 2)
+        yield CommVolume("pp", shared, when="at_end")
 
 
 def expert_volumes(

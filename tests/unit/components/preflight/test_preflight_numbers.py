@@ -151,9 +151,9 @@ def test_the_arithmetic_of_a_step(folder: Path) -> None:
 
 
 def sent(
-    layout: FSDP2 | Megatron, world_size: int, *, whole: bool = False, size: ModelSize = SIZE
+    layout: FSDP2 | Megatron, world_size: int, *, size: ModelSize = SIZE, **keys: Any
 ) -> dict[str, float]:
-    step = CommInputs(world_size, torch.bfloat16, 512.0, 3, whole_weights=whole)
+    step = CommInputs(world_size, torch.bfloat16, 512.0, 3, **keys)
     volumes = comm_cost(layout, size, step).volumes
     total: Counter[str] = Counter()
     for volume in volumes:
@@ -163,7 +163,7 @@ def sent(
 
 def added_by_owners(layout: FSDP2 | Megatron, world_size: int) -> dict[str, float]:
     """Return the bytes that an optimizer of whole weights adds, by dimension."""
-    plain, whole = sent(layout, world_size), sent(layout, world_size, whole=True)
+    plain, whole = sent(layout, world_size), sent(layout, world_size, whole_weights=True)
     return {name: added for name in whole if (added := whole[name] - plain.get(name, 0.0))}
 
 
@@ -206,6 +206,10 @@ def test_what_fsdp2_sends() -> None:
     assert sent(fsdp2(1, tp=4), 4)["tp"] == (6 * 8 + 2) * 0.75 * 512 * 64 * 2
     full = sent(fsdp2(1, tp=4, activation_checkpointing="full"), 4)
     assert full["tp"] == (6 * 10 + 2) * 0.75 * 512 * 64 * 2
+    # An MTP layer has an embedding and the all-reduces of its first matrix, which recomputation repeats.
+    later = replace(SIZE, mtp_layers=1)
+    assert sent(fsdp2(1, tp=4), 4, size=later)["tp"] == (6 * 8 + 2 + 2 + 4) * 0.75 * 512 * 64 * 2
+    assert sent(megatron(tp=2), 2, size=later)["tp"] == (6 * 8 + 2 + 2 + 5) * 0.5 * 512 * 64 * 2
     # A recomputed MLP ends before its all-reduce.
     again = fsdp2(1, tp=4, activation_checkpointing="selective", recompute_modules=("mlp",))
     assert sent(again, 4)["tp"] == sent(fsdp2(1, tp=4), 4)["tp"]
@@ -223,6 +227,14 @@ def test_what_megatron_sends() -> None:
     assert piped["tp"] == (2 * 8 + 2 / 3) * 0.5 * 512 * 64 * 2  # two layers per stage
     assert piped["pp"] == 2 * 2 * 512 * 64 * 2  # two chunks, activations and gradients
     assert piped["dp"] == 0
+    # The last stage sends no hidden states of its last chunk, also in a pass without gradient, and the first
+    # stage no gradients of its first chunk. Those between them have no embedding.
+    ends = [
+        sent(megatron(pp=3, vpp=2), 3, size=replace(SIZE, shared_by_stages=100), stage=n, forward_passes=1)
+        for n in range(3)
+    ]
+    state = 512 * 64 * 2
+    assert [found["pp"] for found in ends] == [5 * state + 100 * 4, 6 * state, 4 * state + 100 * 4]
     # A recomputed MLP has its all-reduce again.
     again = megatron(tp=2, dp=1, activation_checkpointing="selective", recompute_modules=("mlp",))
     assert sent(again, 2)["tp"] == (6 * 10 + 2) * 0.5 * 512 * 64 * 2
