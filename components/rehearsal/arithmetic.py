@@ -27,8 +27,8 @@ NO_KERNEL = (
 class Arithmetic:
     """Numbers of FLOPs and kernels by moment, that is by part of the rehearsal.
 
-    As in the MFU, only the causal pairs of attention count, and its backward pass counts as two forward
-    passes.
+    As in the MFU, only the causal pairs of attention in its window count, and its backward pass counts as two
+    forward passes.
     """
 
     flops: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -53,6 +53,9 @@ class Arithmetic:
             query, boundaries = args[1 if backward else 0], args[6 if backward else 3]
             _, heads, width = query.shape
             pairs = causal_pairs(values, boundaries, len(query))
+            place = 13 if backward else 9
+            for before, _ in args[place : place + 1]:  # of the window; -1 without one
+                pairs = pairs if before < 0 else min(pairs, (before + 1) * len(query))
             self.flops[self.moment, "attention"] += int(4 * heads * width * pairs * (2 if backward else 1))
         elif name.startswith("aten::_scaled_dot_product_efficient_attention"):
             backward = "backward" in name

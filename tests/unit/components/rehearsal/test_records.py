@@ -145,6 +145,8 @@ def test_arithmetic_of_products_and_causal_attention() -> None:
     pairs = (6**2 + 4**2) / 2
     assert found.flops == {("build", "matmul"): 2 * 3 * 5 * 7, ("build", "attention"): 4 * 4 * 64 * pairs}
     assert found.kernels == {"build": 2}
+    found.see(torch.ops.torch_attn._varlen_attn.default, (*args, True, None, [1, 0]), None, values)
+    assert found.flops["build", "attention"] == 4 * 4 * 64 * (pairs + 2 * 10)  # two keys of ten tokens
 
 
 def test_tokens_of_an_expert_are_chosen_by_weight() -> None:
