@@ -47,7 +47,7 @@ def rehearsal_report(case: Candidate, stage: int, record: Json, steps: int) -> R
         "peaks": [{"moment": moment, "bytes": size} for moment, size in memory["by_moment"].items()],
         "memory_lines": memory["lines"][:TOP_LINES],
         "traffic": traffic,
-        "communication": communication_rows(case, traffic, stage),
+        "communication": communication_rows(case, traffic, stage, steps - 1),
         "waits": [*waits, *(row | {"kind": f"{row['kind']}, blocking"} for row in copies)],
         "arithmetic": arithmetic_rows(record["flops"]),
         "violations": [{"violation": text} for text in record["violations"]],
@@ -123,10 +123,10 @@ def merged_dimensions(labels: Iterable[str]) -> list[frozenset[str]]:
     return found
 
 
-def communication_rows(case: Candidate, traffic: Sequence[Config], stage: int) -> list[Config]:
-    """Return the bytes that a rank sends in a step, recorded and estimated, by dimension of the mesh."""
+def communication_rows(case: Candidate, traffic: Sequence[Config], stage: int, step: int) -> list[Config]:
+    """Return the bytes that a rank sends in ``step``, recorded and estimated, by dimension of the mesh."""
     sizes = {label: len(ranks) for ranks, label in names_of_ranks(case).items()}
-    work = step_work(case)
+    work = step_work(case, step)
     volumes = comm_cost(case.layout, work.size, comm_inputs(case, work, stage)).volumes
     if any(volume.dimension == "all" for volume in volumes):
         sizes["all"] = case.world_size

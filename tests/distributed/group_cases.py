@@ -25,7 +25,7 @@ def engine_groups(on: FSDP2 | Megatron) -> tuple[dict[str, list[int]], dict[str,
 def fsdp2_groups(engine: FSDP2Engine) -> dict[str, list[int]]:
     names = engine.mesh.mesh_dim_names or ()
     found = {name: dist.get_process_group_ranks(engine.mesh.get_group(name)) for name in names}
-    if len(found["cp"]) > 1 and len(found["dp_shard"]) > 1:
+    if len(found["cp"]) > 1:
         mesh = next(iter(engine.weights.values())).device_mesh  # type: ignore[attr-defined]
         found["dp_shard x cp"] = dist.get_process_group_ranks(mesh.get_group("dp_shard"))
     for experts in grouped_experts(engine.scorer.lm).values():
@@ -45,7 +45,7 @@ def megatron_groups(on: Any) -> dict[str, list[int]]:
         "cp": parallel_state.get_context_parallel_group(),
         "tp": parallel_state.get_tensor_model_parallel_group(),
     }
-    if found["cp"].size() > 1 and found["dp"].size() > 1:
+    if found["cp"].size() > 1:
         found["dp x cp"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if on.ep > 1:
         found["ep"] = parallel_state.get_expert_model_parallel_group()

@@ -416,6 +416,7 @@ OTHER_TRAFFIC = {
         ["pp"],
         [*OF_1B, FOUR, "parallelism=pp2vpp2", "data.max_length=2048", "run.global_batch_size=16"],
     ),
+    "padded rows": (["tp"], ["model=qwen3_0_6b", TWO, "parallelism=tp2", "stage=dpo", PADDED]),
     "the last stage of a pipeline": (
         ["pp"],
         [

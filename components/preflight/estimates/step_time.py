@@ -21,7 +21,7 @@ from components.preflight.estimates.flops import (
 )
 from components.preflight.estimates.parameter_counts import model_parameters
 from components.preflight.estimates.quantities import CommInputs, ModelSize
-from components.preflight.estimates.workload import first_steps
+from components.preflight.estimates.workload import first_steps, padded_tokens, step_stats
 from components.preflight.search.candidate import Candidate
 
 
@@ -84,6 +84,8 @@ class StepWork:
     labels: float
     computed: float
     """Tokens, with prompts shared by several sequences counted once."""
+    padded: float
+    """``computed``, and the padding of rows."""
     flops: float
     forward: float
     """FLOPs of one forward pass."""
@@ -92,13 +94,14 @@ class StepWork:
     are QK^T and weights times V."""
 
 
-def step_work(case: Candidate) -> StepWork:
-    """Return the mean sizes and FLOPs of the first steps of the run.
+def step_work(case: Candidate, step: int | None = None) -> StepWork:
+    """Return the sizes and FLOPs of one ``step``, or else their means over the first steps of the run.
 
     ``flops`` are those that ``perf/mfu`` counts, including the passes without gradient.
     """
     sizes = matmul_sizes(case.model, adapted=case.adapter is not None)
-    steps = first_steps(case.data)
+    numbers = first_steps(case.data) if step is None else [step]
+    steps = [step_stats(case.data, number) for number in numbers]
     reference = None if case.reference == "none" else matmul_sizes(case.reference_model or case.model)
     passes = passes_without_gradient(case.loss, sizes, reference)
     unfrozen = replace(sizes, frozen_linear=0.0, frozen_head=0.0)
@@ -111,6 +114,7 @@ def step_work(case: Candidate) -> StepWork:
         tokens=fmean(step.num_tokens for step in steps),
         labels=fmean(step.num_labels for step in steps),
         computed=computed,
+        padded=fmean(padded_tokens(case.data, case.micro_batch_size, number) for number in numbers),
         flops=fmean(step_flops(sizes, step, passes) for step in steps),
         forward=fmean(step_flops(unfrozen, step) / 3 for step in steps),
         modules=of_mlps | {"core_attn": fmean(step_flops(attention, step) / 3 for step in steps)},
@@ -152,7 +156,7 @@ def comm_inputs(case: Candidate, work: StepWork, stage: int | None = None) -> Co
     return CommInputs(
         case.world_size,
         case.dtype,
-        work.computed / case.dp_size,
+        work.padded / case.dp_size,
         case.microbatch.num_microbatches,
         forward_passes=has_reference * (1 + (case.loss.kind == "unpaired")) + of_policy,
         forward_calls=has_reference + of_policy,

@@ -21,7 +21,8 @@ def groups(layout: EngineLayout, world_size: int) -> dict[str, list[list[int]]]:
     dims: Mapping[str, int] = mesh["dims"]
     names = list(dims)
     wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
-    if dims.get("cp", 1) > 1 and dims[data := names[names.index("cp") - 1]] > 1:
+    if dims.get("cp", 1) > 1:
+        data = names[names.index("cp") - 1]
         wanted[f"{data} x cp"] = (data, "cp")
     found = {label: along(mesh, members) for label, members in wanted.items()}
     if experts := mesh.get("experts"):

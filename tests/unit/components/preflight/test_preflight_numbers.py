@@ -21,6 +21,7 @@ from components.preflight.estimates.quantities import CommInputs, ModelSize
 from components.preflight.estimates.step_time import (
     StepWork,
     bandwidth,
+    comm_inputs,
     model_size,
     parameter_counts,
     step_time,
@@ -39,7 +40,7 @@ GIGA = 1e9
 DEVICE = Device("test", "cuda", 2**30, True, 1e12, 0.5, link=100 * GIGA, network=10 * GIGA, per_node=8)
 SIZE = ModelSize(parameters=1000, trained=800, layers=6, hidden=64, q_width=64, kv_width=32, kv_heads=4)
 WORK = StepWork(
-    SIZE, 4, 480, 400, 512, flops=3e12, forward=1e12, modules={"core_attn": 1e11, "mlp": 6e11, "moe": 0}
+    SIZE, 4, 480, 400, 512, 512, flops=3e12, forward=1e12, modules={"core_attn": 1e11, "mlp": 6e11, "moe": 0}
 )
 
 
@@ -125,6 +126,10 @@ def test_padded_rows(folder: Path) -> None:
     assert work.sequences == pytest.approx(4)
     assert work.tokens == pytest.approx(audit.tokens / 3)
     assert work.labels == pytest.approx((audit.tokens - 12) / 3)
+    steps = [step_work(found, step) for step in range(3)]
+    longest = [found.data.train_loader(BatchShard(4, 4)).stats(step).seqlen_max for step in range(3)]
+    assert [step.padded for step in steps] == [4 * length for length in longest]
+    assert comm_inputs(found, work).tokens == pytest.approx(4 * sum(longest) / 3)
 
 
 def test_an_epoch_that_is_shorter_than_a_step(folder: Path) -> None:

@@ -21,6 +21,7 @@ def test_ranks_that_split_sequences_share_weights_too() -> None:
     assert found["dp_shard"][0] == [0, 4]
     assert found["cp"][0] == [0, 2]
     assert found["dp_shard x cp"][0] == [0, 2, 4, 6]
+    assert groups(fsdp2(1, cp=2), 2)["dp_shard x cp"] == [[0, 1]]
 
 
 def test_ranks_with_the_same_experts() -> None:
