@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, PreTrainedConfig, Starcoder2Config
 
 from tests.rehearsal.rehearsed import GIB, Rehearsed, rehearsed
 from tests.rehearsal.test_layouts import check
@@ -500,6 +501,17 @@ def test_the_estimate_is_the_peak(name: str, tmp_path: Path) -> None:
         layer = 2 * 218e6  # bytes of the matrices of a layer in bf16
         assert found.record["memory"]["by_moment"]["build"] < memory["weights"] + layer
         assert found.peak < 24 * GIB
+
+
+@pytest.mark.parametrize("family", [GPT2Config, Starcoder2Config])
+def test_the_estimate_of_an_mlp_without_a_gate(family: type[PreTrainedConfig], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 16, "vocab_size": 8192}
+    family(**sizes, max_position_embeddings=2048, bos_token_id=0, eos_token_id=0).save_pretrained(
+        tmp_path / "model"
+    )
+    on = ["model=hf", f"model.path={tmp_path / 'model'}", "parallelism=fsdp2", "parallelism.dp=2", KEPT]
+    found = rehearse(tmp_path, *ROW, *on, "stage=pt", "run.micro_batch_size=4", "run.global_batch_size=8")
+    assert found.estimate == pytest.approx(found.peak, rel=WITHIN)
 
 
 @pytest.mark.parametrize("name", RECOMPUTED_MLPS)

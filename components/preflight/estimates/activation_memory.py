@@ -14,7 +14,8 @@ key-value width K and MLP width I:
     latent attention            for the L latent channels of queries, keys and values: the tensors of their
                                 norms, and L inputs of the next matrix. If one kernel computes all sequences,
                                 it saves values and results that are padded to the width of keys
-    MLP                         gate, its activation, up, and the product of these: 4I
+    MLP                         gate, its activation, up, and the product of these: 4I; or, without a gate, up
+                                and its activation: 2I
     experts                     see ``moe_activations``
 
 Compiled blocks and the kernels of liger and transformer-engine save less. Memory of allocators and libraries
@@ -99,6 +100,11 @@ class MlpActivations:
     with_gradients: tuple[tuple[float, float], ...] = ()
     """For each moment of the backward pass at which gradients of expert matrices exist: the tensors, in place
     of ``kept``, and the size of these gradients as a multiple of the matrices."""
+
+
+def ungated_mlp(intermediate: int) -> MlpActivations:
+    """Return the widths of a dense MLP without a gate: the activation's gradient exists before up's."""
+    return MlpActivations(2 * intermediate, intermediate, 2 * intermediate)
 
 
 def mlp_activations(intermediate: int, kept: int = 4) -> MlpActivations:

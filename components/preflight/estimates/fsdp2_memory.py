@@ -30,13 +30,13 @@ from components.preflight.estimates.activation_memory import (
     head_activations,
     kept_by_head,
     mask_bytes,
-    mlp_activations,
     peak,
 )
 from components.preflight.estimates.model_shape import (
     attention_dropout,
+    dense_mlp,
     dropout_bytes,
-    intermediate_size,
+    has_layer_norms,
     latent_widths,
     moe_block_numbers,
     norms_heads,
@@ -762,19 +762,20 @@ def block_activations(
     attended, padded = query + both, 0
     if of.latent:
         attended, padded = latent_widths(config, run, number, copies_values=False)
+    whole = run.tiled_norms or has_layer_norms(model)
     plain = BlockActivations(
         run,
         hidden=config.hidden_size,
         norms=norms_of_hidden(model),
-        norm_input=run.size if run.tiled_norms else FP32,
-        norm_product=0 if run.tiled_norms or adapter is not None else run.size,
-        norm_gradients=2 * run.size if run.tiled_norms else NORM_GRADIENTS * FP32,
+        norm_input=run.size if whole else FP32,
+        norm_product=0 if whole or adapter is not None else run.size,
+        norm_gradients=2 * run.size if whole else NORM_GRADIENTS * FP32,
         normed_heads=query + key if norms_heads(model) else 0,
         attended=attended,
         result=number * of.value,
         copied=padded if run.computes_rows_at_once else number * of.value,
         heads=number,
-        mlp=mlp_activations(intermediate_size(config) // layout.tp),
+        mlp=dense_mlp(model, layout.tp),
         latent=of.latent,
         masks=(workload.rows if run.packed else 1) * mask_bytes(workload, run, config),
     )

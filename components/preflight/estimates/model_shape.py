@@ -5,12 +5,19 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from components.adapters import LoRA
 from components.adapters.lora_config import A
+from components.engines.fsdp2.parallelize import block_prefixes
 from components.models.experts import EXPERT_PARAM, moe_blocks
-from components.preflight.estimates.activation_memory import RunShape
+from components.preflight.estimates.activation_memory import (
+    MlpActivations,
+    RunShape,
+    mlp_activations,
+    ungated_mlp,
+)
 
 LATENT = ("q_a_layernorm", "kv_a_layernorm")
 SAME_INPUT = {
@@ -19,13 +26,25 @@ SAME_INPUT = {
 }
 """Linear layers of a block -> a word that is the same for those with the same input."""
 OF_HEADS = ("q_norm", "k_norm")
+ONE_OPERATOR = ("gelu", "gelu_pytorch_tanh", "relu", "silu")
+"""Activations that are one operator, which saves only its input."""
+
+
+def has_layer_norms(model: PreTrainedModel) -> bool:
+    """Return whether norms are those of torch, one operator each, which saves its input itself."""
+    last = block_prefixes(model)[-1]
+    found = (module for name, module in model.named_modules() if name.startswith(last))
+    return any(isinstance(module, nn.LayerNorm) for module in found)
 
 
 @lru_cache(maxsize=8)
 def norms_of_a_block(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the norms in the first block, without the names of the modules that hold them."""
-    leaves = (name.rpartition(".") for name, _ in model.named_modules() if ".layers.0." in name)
-    return tuple(leaf for _, _, leaf in leaves if leaf.endswith("norm"))
+    modules = (
+        (name, module) for name, module in model.named_modules() if re.search(r"\.(layers|h)\.0\.", name)
+    )
+    found = (name for name, module in modules if name.endswith("norm") or isinstance(module, nn.LayerNorm))
+    return tuple(name.rpartition(".")[2] for name in found)
 
 
 def norms_of_hidden(model: PreTrainedModel) -> int:
@@ -70,6 +89,21 @@ def intermediate_size(config: PreTrainedConfig) -> int:
     names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     found = (getattr(config, name, None) for name in names)
     return next((size for size in found if isinstance(size, int)), 4 * config.hidden_size)
+
+
+@lru_cache(maxsize=8)
+def dense_mlp(model: PreTrainedModel, tp: int) -> MlpActivations:
+    """Return the widths of a dense MLP that ``tp`` ranks split. Without a gate, two matrices have its width.
+
+    Some activations, such as the ``gelu_new`` of GPT-2, are several operators, which save five tensors.
+    """
+    text, first = model.config.get_text_config(), block_prefixes(model)[0]
+    width = intermediate_size(text)
+    shapes = [weight.shape for name, weight in model.named_parameters() if name.startswith(first)]
+    if sum(width in shape for shape in shapes if len(shape) == 2) != 2:
+        return mlp_activations(width // tp)
+    activation = getattr(text, "hidden_act", None) or getattr(text, "activation_function", None)
+    return ungated_mlp(width // tp) if activation in ONE_OPERATOR else mlp_activations(width // tp, kept=5)
 
 
 def dropout_bytes(
