@@ -416,9 +416,9 @@ def unread_key(key: str) -> str:
             "choose it, or leave the key out."
         )
     known = known_keys()
-    given = (word.partition("=")[0] for word in sys.argv[1:])
-    more = translations(name for name in given if name != key and name not in known)
-    return f"{unknown_key(key, COMMAND_LINE, known)}{more}"
+    given = {name: value for name, _, value in (word.partition("=") for word in sys.argv[1:])}
+    more = translations({name: given[name] for name in given if name != key and name not in known})
+    return f"{unknown_key(key, COMMAND_LINE, known, given.get(key, ''))}{more}"
 
 
 def unknown_option(group: str, word: str) -> str:

@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatch
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise, product
 
 import yaml
 
@@ -58,8 +60,8 @@ def read_row(row: str | Config) -> Counterpart:
     return Counterpart(row["here"], row.get("remark", ""), values)
 
 
-def counterpart(word: str) -> str | None:
-    """Return a hint with the equivalent of another tool's option ``word``.
+def counterpart(word: str, value: str = "") -> str | None:
+    """Return a hint with the equivalent of another tool's option ``word``, and of ``value`` if it is known.
 
     None means that no tool has an option of this name.
     """
@@ -67,23 +69,47 @@ def counterpart(word: str) -> str | None:
     for tool, options in dictionary().items():
         if name in options:
             row = options[name]
+            ours, answer = setting(row, value), answers_to(row.here).get(value.lower())
+            if ours or answer:
+                return f"{f'use {ours}' if ours else answer} for {tool}'s {name}={value}."
             return f"use {row.here}{f' ({row.remark})' if row.remark else ''} for {tool}'s {name}."
     return None
 
 
-def reason(word: str, known: Iterable[str]) -> str | None:
+def setting(row: Counterpart, value: str) -> str | None:
+    """Return KEY=VALUE for another tool's ``value``. None means that no value here is equivalent to it."""
+    ours = (row.values or {}).get(value.lower())
+    return None if ours is None else f"{row.here}={hydra_value(ours)}"
+
+
+def answers_to(key: str) -> dict[str, str]:
+    """Return the answers to values that users of other tools give to our ``key``, by value in lower case."""
+    return {str(theirs).lower(): answer for theirs, answer in documents()[2]["values"].get(key, {}).items()}
+
+
+def reason(word: str, known: Iterable[str], *, exact: bool = True) -> str | None:
     """Return why another tool's option ``word`` is not needed here, or what to use in its place.
 
     None means that no tool has such an option, that a key in ``known`` has the same name, or that ``word`` is
-    in a group of this program other than ``run``.
+    in a group of this program other than ``run``. With ``exact``, entries that are patterns do not count.
     """
     name = last_name(word)
     if word.lstrip("-+").partition(".")[0] not in (name, "run") or name in {last_name(key) for key in known}:
         return None
-    for rules in documents()[1].values():
-        for kind in ("not_needed", "no_equivalent"):
-            if name in rules.get(kind, {}):
-                return f"if another tool's option is meant: {rules[kind][name]}."
+    for tool, kind in product(documents()[1], ("not_needed", "no_equivalent")):
+        if why := reason_of(tool, kind, name, exact=exact):
+            return f"if another tool's option is meant: {why}."
+    return None
+
+
+def reason_of(tool: str, kind: str, name: str, *, exact: bool) -> str | None:
+    """Return why an option of ``tool`` is ``not_needed`` or has ``no_equivalent``. None means: it is neither.
+
+    With ``exact``, entries that are patterns do not count.
+    """
+    for pattern, why in documents()[1][tool].get(kind, {}).items():
+        if name == pattern or (not exact and fnmatch(name, pattern)):
+            return str(why)
     return None
 
 
@@ -91,10 +117,14 @@ def last_name(word: str) -> str:
     return word.lstrip("-+").replace("-", "_").rsplit(".", 1)[-1]
 
 
-def translations(words: Iterable[str]) -> str:
-    """Return a line with the equivalents of other tools' options among ``words``, or "" without any."""
+def translations(given: Mapping[str, str]) -> str:
+    """Return a line with the equivalents of other tools' options in ``given``, or "" without any.
+
+    ``given`` maps names of options to their values.
+    """
     tables = dictionary().values()
-    found = {word: next((rows[word].here for rows in tables if word in rows), "") for word in words}
+    rows = {word: next((rows[word] for rows in tables if word in rows), Counterpart("")) for word in given}
+    found = {word: setting(row, given[word]) or row.here for word, row in rows.items()}
     listed = ", ".join(f"{word} ({here})" for word, here in found.items() if here)
     return f"\nAlso {listed}; python -m runner.import_config translates a whole file." if listed else ""
 
@@ -102,11 +132,8 @@ def translations(words: Iterable[str]) -> str:
 def hint_for_value(key: str, value: object) -> str | None:
     """Return what to set instead of ``key=value`` if ``value`` is known from other tools, else None."""
     word = str(value).lower()
-    answers = {
-        str(theirs).lower(): answer for theirs, answer in documents()[2]["values"].get(key, {}).items()
-    }
-    if word in answers:
-        return f"{answers[word]}."
+    if answer := answers_to(key).get(word):
+        return f"{answer}."
     rows = (row for options in dictionary().values() for row in options.values() if row.here == key)
     ours = next((row.values[word] for row in rows if row.values and row.values.get(word)), None)
     return f"use {key}={ours}." if ours else hint_for_layout(word) if key == "parallelism" else None
@@ -122,21 +149,24 @@ def hint_for_layout(word: str) -> str | None:
     return f"use parallelism={' '.join(words)}."
 
 
-def unknown_key(key: str, source: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for the unknown ``key``; ``source`` is where it was given."""
+def unknown_key(key: str, source: str, known: Iterable[str], value: str = "") -> ConfigError:
+    """Return the error for the unknown ``key``; ``source`` is where it was given, with ``value`` if known."""
     if key in RENAMED:
         return ConfigError(f"{key} ({source}): is {RENAMED[key]} now; use that name.")
     options = sorted(known)
     group, _, name = key.rpartition(".")
     groups = [option.rpartition(".")[0] for option in options if last_name(option) == name]
     misspelt = did_you_mean(key, options) if get_close_matches(group, groups) else None
-    hint = misspelt or counterpart(key) or reason(key, options)
+    hint = misspelt or counterpart(key, value) or reason(key, options)
     in_experiment = source.startswith("conf/experiment/") and group != ""
     if hint is None and in_experiment and not get_close_matches(name, map(last_name, options)):
         hint = f"if another option of {group} reads it, choose that one; otherwise, remove it."
     hint = hint or did_you_mean(key, options)
     if hint.startswith("known: ") and len(options) > MOST_LISTED:
-        hint = (
+        theirs = [word for rows in dictionary().values() for word in rows]
+        near = get_close_matches(last_name(key), theirs, n=1, cutoff=0.85)
+        other = reason(key, options, exact=False) or (counterpart(near[0]) if near else None)
+        hint = other or (
             "`python -m runner --cfg job` prints all keys, and docs/dictionary.md names other tools' options."
         )
     return ConfigError(f"{key} ({source}): nothing reads this key; {hint}")
@@ -144,9 +174,9 @@ def unknown_key(key: str, source: str, known: Iterable[str]) -> ConfigError:
 
 def check_long_options(words: Iterable[str]) -> None:
     """Raise ConfigError if a word is ``--OPTION`` of another tool."""
-    for word in words:
-        name = word.partition("=")[0]
-        if name.startswith("--") and (hint := counterpart(name)):
+    for word, following in pairwise((*words, "")):
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and (hint := counterpart(name, value if equals else following)):
             raise ConfigError(f"{name}: options are KEY=VALUE, without dashes; {hint}")
 
 

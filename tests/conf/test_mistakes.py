@@ -487,6 +487,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["learning_rate=1e-5", "cutoff_len=512"],
         ["optimizer.lr", "cutoff_len (data.max_length)", "runner.import_config"],
     ),
+    "values of other tools": (
+        ["packing=true", "lora_target=all"],
+        ["use data.packing=bfd for", "lora_target (adapter.target_modules=all-linear)"],
+    ),
     "optimizer of another tool": (["optimizer=adamw_torch"], ["use optimizer=adamw."]),
     "file of another tool": (["examples/train_lora.yaml"], ["runner.import_config"]),
     "adapter part": (

@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from typing import Any
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
-from runner.config.unknown_keys import Counterpart, dictionary, documents
+from runner.config.unknown_keys import Counterpart, dictionary, documents, reason_of
 
 ACTS_WHEN_OFF = ("double_quantization", "use_bnb_nested_quant", "init_lora_weights")
 """Options whose value false is another choice, and not the absence of one."""
@@ -70,11 +69,8 @@ class Translation:
 
         With ``exact``, entries that are patterns do not count.
         """
-        for where in (self.tool, "common"):
-            for pattern, why in documents()[1][where][kind].items():
-                if name == pattern or (not exact and fnmatch(name, pattern)):
-                    return str(why)
-        return None
+        reasons = (reason_of(where, kind, name, exact=exact) for where in (self.tool, "common"))
+        return next((why for why in reasons if why), None)
 
 
 def as_number(name: str, value: Any) -> float:

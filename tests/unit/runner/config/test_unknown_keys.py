@@ -72,10 +72,19 @@ def test_an_option_on_the_command_line_is_answered_in_two_lines(
         ("--tensor-model-parallel-size", "use parallelism.tp for Megatron-LM's tensor_model_parallel_size."),
         ("sequence_len", "use data.max_length for axolotl's sequence_len."),
         ("optimizer.weight_decai", None),
+        ("quantization_bit=4", "use adapter=qlora for LLaMA-Factory's quantization_bit=4."),
+        ("lora_target=all", "use adapter.target_modules=all-linear for LLaMA-Factory's lora_target=all."),
+        (
+            "assistant_only_loss=True",
+            "use data.train_on_prompt=false for TRL and HF Trainer's assistant_only_loss=True.",
+        ),
+        ("loss_type=orpo", "use stage=orpo for TRL and HF Trainer's loss_type=orpo."),
+        ("train_on_inputs=false", "use data.train_on_prompt for axolotl's train_on_inputs."),
     ],
 )
 def test_a_word_of_another_tool_is_known(word: str, answer: str | None) -> None:
-    assert counterpart(word) == answer
+    name, _, value = word.partition("=")
+    assert counterpart(name, value) == answer
 
 
 @pytest.mark.parametrize(
@@ -86,6 +95,12 @@ def test_a_word_of_another_tool_is_known(word: str, answer: str | None) -> None:
             "run.tf32",
             "if another tool's option is meant: matrix products of fp32 weights keep torch's own precision.",
         ),
+        (
+            "galore_rank",
+            "if another tool's option is meant: use optimizer=adamw, or adapter=lora against memory.",
+        ),
+        ("run.log_evry", "did you mean 'run.log_every'?"),  # the pattern log_* would say less
+        ("max_seq_len", "use data.max_length for TRL and HF Trainer's max_seq_length."),
         ("model.dtype", "did you mean 'run.dtype'?"),  # a reason of another tool says less
         ("optimizer.weight_decai", "did you mean 'optimizer.weight_decay'?"),
     ],
@@ -148,6 +163,9 @@ def test_there_are_enough() -> None:
 def test_long_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--lora_rank: options are KEY=VALUE.* use adapter.r "):
         check_long_options(["stage=sft", "--lora_rank=8"])
+    for words in (["--quantization_bit=4"], ["--quantization_bit", "4"]):
+        with pytest.raises(ConfigError, match="use adapter=qlora for"):
+            check_long_options(words)
     check_long_options(["--cfg", "job", "--multirun", "optimizer.lr=1e-3"])
 
 
