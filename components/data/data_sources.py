@@ -126,6 +126,8 @@ class RecordSource(ABC):
         split = found == "preference" and kind == "unpaired"
         if not split and found != ("preference" if kind == "ranked" else kind):
             remedy = "give every record a 'label', " if kind == "unpaired" else ""
+            if (found, kind) == ("unpaired", "chat"):
+                remedy = "data.format=prompt_completion to train on completions whatever their label is, "
             raise ConfigError(
                 f"{self.name}: its format is {options.format}, and stage={STAGES[kind]} does not train on "
                 "that.\n"

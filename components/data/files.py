@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from math import inf
@@ -236,7 +236,8 @@ class FilesData(RecordsData):
         for name in (name for name in _OF_HUB if getattr(self, name) is not None):
             if not hub:
                 raise ConfigError(
-                    f"data.{name}: only data sets of the hub have one; use data.train=hub:NAME, or remove it."
+                    f"data.{name}: only data sets of the hub have one; use data.train=hub:NAME, or "
+                    "remove it; data.max_samples and data.eval_fraction take a part of a file."
                 )
             if all(name in source for source in hub):
                 raise ConfigError(f"data.{name}: every data set of the hub has its own; remove it.")
@@ -304,8 +305,11 @@ def _check_source(where: str, source: Json) -> None:
         if key == "weight":
             raise ConfigError(f"{where}.weight: is called repeats since version 0.2.0; use {where}.repeats.")
         if key not in _SOURCE_KEYS:
-            near = get_close_matches(key, _SOURCE_KEYS, n=1) or [", ".join(_SOURCE_KEYS)]
-            raise ConfigError(f"{where}.{key}: nothing reads this key; did you mean {near[0]}?")
+            near = get_close_matches(key, _SOURCE_KEYS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(_SOURCE_KEYS)}."
+            if key in (option.name for option in fields(FilesData)):
+                hint = f"use data.{key}, which holds for all sources."
+            raise ConfigError(f"{where}.{key}: nothing reads this key; {hint}")
     if not isinstance(source.get("path"), str):
         raise ConfigError(f"{where}.path: must be a path, got {source.get('path')!r}.")
     if "share" in source and "repeats" in source:

@@ -33,9 +33,11 @@ _TAGS = {
     "system_tag": ("system", "system"),
 }
 """LLaMA-Factory's tag for a role -> LLaMA-Factory's default name of the role, and this program's name."""
+_OTHER_HUBS = ("ms_hub_url", "om_hub_url")
 _ENTRY_KEYS = (
-    *("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "ranking", "subset", "split"),
+    *("file_name", "hf_hub_url", *_OTHER_HUBS, "formatting", "ranking", "subset", "split"),
     *("folder", "num_samples", "columns", "tags"),
+    "file_sha1",  # of earlier versions of LLaMA-Factory, which only warned if the file was another one
 )
 
 
@@ -125,7 +127,8 @@ class LlamaFactoryData(RecordsData):
             hub = HubSource(option=named, dataset=dataset, options=options, max_samples=limit)
             return self.converting(hub)
         if "file_name" not in entry:
-            raise ConfigError(f"{where}: names no file_name and no hf_hub_url; add one of them.")
+            other = next((f"{key}, which is not read, but " for key in _OTHER_HUBS if key in entry), "")
+            raise ConfigError(f"{where}: names {other}no file_name and no hf_hub_url; add one of them.")
         for key, default in (("split", "train"), ("subset", None), ("folder", None)):
             if entry.get(key) not in (None, default):
                 raise ConfigError(f"{where}.{key}: a file has none; remove it, or name a file for each.")

@@ -465,6 +465,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["data=files", "data.sources=[{path: {tmp}/chat.jsonl, weight: 2}]"],
         ["data.sources[0].weight", "repeats"],
     ),
+    "option of all sources": (
+        ["data=files", "data.sources=[{path: {tmp}/chat.jsonl, roles: {a: user}}]"],
+        ["data.sources[0].roles", "use data.roles, which holds for all sources"],
+    ),
+    "part of a file": (
+        ["data=files", "data.train={tmp}/chat.jsonl", "data.split=train[:90%]"],
+        ["data.split", "data.max_samples and data.eval_fraction"],
+    ),
     "nothing to evaluate on": (
         ["data=files", "data.train={tmp}/chat.jsonl", "run.eval_every=2"],
         ["run.eval_every", "data.eval_fraction"],

@@ -80,7 +80,9 @@ def detect(record: Mapping[str, object], kind: SampleKind, origin: str) -> Forma
     marks = (*_LABELLED, *_MARKS) if kind == "unpaired" else _MARKS
     for name, keys in marks:
         if all(record.get(key) is not None for key in keys):
-            return name
+            lost = [key for key in ("label", "kto_tag") if key in record and record[key] is None]
+            # A label that is null is a fault of this record, which does not change the format of all.
+            return "unpaired" if lost and kind == "unpaired" and KINDS[name] == "chat" else name
     for field, reason in _UNTRAINABLE.items():
         if record.get(field) is not None:
             raise ConfigError(f"{origin}: has a field {field!r}, and {reason}.")
@@ -89,9 +91,10 @@ def detect(record: Mapping[str, object], kind: SampleKind, origin: str) -> Forma
             f"{origin}: is a prompt without an answer, which no stage trains on.\n"
             "Add a field 'completion', or name the field of the answer in data.columns.completion."
         )
+    seen = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
     known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in _MARKS)
     raise ConfigError(
-        f"{origin}: data.format=auto does not recognise a record with fields {', '.join(map(str, record))}.\n"
+        f"{origin}: data.format=auto does not recognise a record with fields {seen}.\n"
         f"Name the fields in data.columns, or rename them, to one of ({known})."
     )
 

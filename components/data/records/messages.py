@@ -14,7 +14,8 @@ from components.json_text import parse_json
 
 REASONING_KEYS = ("reasoning_content", "thinking")
 _KEPT_KEYS = ("name", "tool_call_id", *REASONING_KEYS)  # some templates read them
-FLAGS = ("weight", "train", "training", "loss_weight")  # of OpenAI, axolotl (two) and LLaMA-Factory
+FLAGS = ("weight", "train", "training", "loss_weight", "loss")
+"""Keys of a turn, 0 or 1, of OpenAI, axolotl (two), LLaMA-Factory and ms-swift."""
 _CALL_KEYS = ("name", "id", "type", "description")
 _UNTRAINED = "untrained"
 """Key that marks a message that its record excludes from training. ``split_untrained`` removes the key."""

@@ -149,7 +149,7 @@ def _label(record: Mapping[str, object], origin: str) -> bool:
     value = record.get(key)
     remedy = "Write true for a completion to follow, false for one to avoid."
     if value is None:
-        fail(origin, f"field {key!r} is missing", remedy)
+        fail(origin, f"field {key!r} is {'null' if key in record else 'missing'}", remedy)
     if isinstance(value, str):  # of a csv file
         value = _LABELS.get(value.lower(), value)
     if value not in (0, 1):  # includes True and False

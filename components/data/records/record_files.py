@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -128,6 +129,8 @@ def _matches(path: str) -> list[Path]:
         what = "matches no file" if has_magic(path) else "no such file or folder"
         near = get_close_matches(source.name, [other.name for other in source.parent.glob("*")], n=1)
         hint = f" Did you mean {source.with_name(near[0])}?" if near else ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and _ending(source) not in _READERS:
+            hint = f" For a data set of the Hugging Face hub, use hub:{path}.{hint}"
         raise ConfigError(f"{path}: {what}. Check the path in data.train, data.eval or prompts.{hint}")
     return found
 

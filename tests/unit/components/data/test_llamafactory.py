@@ -203,7 +203,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "data.dataset_info: /no/such/folder is not a file; give",
     ),
     "script": ({"dataset": "script"}, "dataset_info.json: script.script_url: is not supported; remove it"),
-    "modelscope": ({"dataset": "elsewhere"}, "names no file_name and no hf_hub_url; add"),
+    "modelscope": (
+        {"dataset": "elsewhere"},
+        "names ms_hub_url, which is not read, but no file_name",
+    ),
     "split of a file": ({"dataset": "half"}, r"half.split: a file has none; remove it, or name a file"),
     "shares": ({"shares": [0.5, 0.5]}, r"data.shares: has 2 number\(s\), but data.dataset 1 name\(s\); give"),
     "no share": ({"shares": [0]}, r"data.shares: must be numbers above 0, got \[0\]; correct"),
@@ -215,7 +218,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("options", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     entries = {
-        "mine": {"file_name": "a.json"},
+        "mine": {"file_name": "a.json", "file_sha1": "0"},
         "script": {"script_url": "a"},
         "elsewhere": {"ms_hub_url": "a/b"},
         "half": {"file_name": "a.json", "split": "test"},

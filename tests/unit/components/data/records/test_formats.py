@@ -167,8 +167,13 @@ CASES: dict[str, tuple[Format, dict[str, Any], Sample]] = {
     "turns-after-the-last-answer": ("messages", {"messages": [U, A, U2]}, ChatSample([U, A], None)),
     "untrained-turns": (
         "messages",
-        {"messages": [U, {**A, "weight": 0}, {**U2, "training": False}, {**A2, "loss_weight": 1.0}]},
-        ChatSample([U, A, U2, A2], None, frozenset({1})),
+        {
+            "messages": [
+                *(U, {**A, "weight": 0}, {**U2, "training": False}, {**A2, "loss_weight": 1.0}),
+                *({**U, "loss": None}, {**A, "loss": False}, U2, {**A2, "loss": True}),
+            ]
+        },
+        ChatSample([U, A, U2, A2] * 2, None, frozenset({1, 5})),
     ),
     "parts-of-llamafactory": (
         "messages",

@@ -95,7 +95,7 @@ BAD: dict[str, tuple[Format, dict[str, Any], str]] = {
     "pair-empty-list": ("preference", {"prompt": "U", "chosen": [], "rejected": "A"}, "'chosen' is empty"),
     "pair-same-no-prompt": ("preference", {"chosen": "A", "rejected": "A"}, "do not differ"),
     "unpaired-no-label": ("unpaired", {"prompt": "U", "completion": "A"}, "field 'label' is missing"),
-    "unpaired-no-tag": ("unpaired", {"messages": [U, A], "kto_tag": None}, "field 'kto_tag' is missing"),
+    "unpaired-no-tag": ("unpaired", {"messages": [U, A], "kto_tag": None}, "field 'kto_tag' is null"),
     "unpaired-odd-label": (
         "unpaired",
         {"prompt": "U", "completion": "A", "label": "yes"},
@@ -235,6 +235,14 @@ def test_strings_that_cannot_be_plain(format: Format, record: dict[str, Any], me
 def test_formats_of_other_tools_that_are_not_trained_on(record: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"^data\.jsonl:1: has a field .*{reason}"):
         detect(record, "chat", "data.jsonl:1")
+
+
+def test_a_field_that_is_null_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"fields instruction \(null\), output\."):
+        detect({"instruction": None, "output": "A"}, "chat", "data.jsonl:1")
+    record = {"prompt": "U", "completion": "A", "label": None}
+    assert detect(record, "unpaired", "data.jsonl:1") == "unpaired"
+    assert detect(record, "chat", "data.jsonl:1") == "prompt_completion"
 
 
 @pytest.mark.parametrize(

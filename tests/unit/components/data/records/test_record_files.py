@@ -287,6 +287,10 @@ def test_a_folder_of_llamafactory_is_not_a_saved_data_set(tmp_path: Path) -> Non
 def test_missing_path() -> None:
     with pytest.raises(ConfigError, match=r"/no/such/file\.json: no such file or folder"):
         read_records("/no/such/file.json")
+    with pytest.raises(ConfigError, match=r"trl-lib/Capybara: no such .* use hub:trl-lib/Capybara\.$"):
+        read_records("trl-lib/Capybara")
+    with pytest.raises(ConfigError, match=r"or prompts\.$"):
+        read_records("data/train.jsonl")
     with pytest.raises(ConfigError, match=r"prompts=~nobody-at-all/a\.json: there is no user"):
         read_records("~nobody-at-all/a.json")
 

@@ -397,6 +397,11 @@ def test_the_embedded_data_is_itself(tmp_path: Path) -> None:
         ('{"instruction": "a", "output": "b"}', "preference", "format is alpaca, and stage=dpo"),
         ('{"instruction": "a", "output": "b"}', "text", "Use stage=sft"),
         (
+            '{"prompt": "a", "completion": "b", "label": true}',
+            "chat",
+            "Use stage=kto, data.format=prompt_completion to",
+        ),
+        (
             '{"messages": [{"role": "user", "content": "a"}]}',
             "chat",
             "x.jsonl:1: .* has no assistant turn",
