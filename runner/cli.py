@@ -427,6 +427,8 @@ def unknown_option(group: str, word: str) -> str:
         hint = f"use {PATHS[group]}={word}."
     else:
         hint = hint_for_value(group, word) or did_you_mean(word, group_options(group))
+        if group == "data" and hint.startswith("known: "):
+            hint += f" For a data set of a dataset_info.json, use data=llamafactory data.dataset={word}."
     return f"{group}={word}: there is no such option; {hint}"
 
 

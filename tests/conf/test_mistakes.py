@@ -499,6 +499,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["packing=true", "lora_target=all"],
         ["use data.packing=bfd for", "lora_target (adapter.target_modules=all-linear)"],
     ),
+    "data set of another tool": (
+        ["data=alpaca_en_demo"],
+        ["use data=llamafactory data.dataset=alpaca_en_demo"],
+    ),
     "optimizer of another tool": (["optimizer=adamw_torch"], ["use optimizer=adamw."]),
     "file of another tool": (["examples/train_lora.yaml"], ["runner.import_config"]),
     "adapter part": (

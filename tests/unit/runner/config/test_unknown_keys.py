@@ -136,8 +136,10 @@ def test_what_a_value_is_here_can_be_composed(key: str, value: object) -> None:
     assert words
     for i, word in enumerate(words):
         group = [other for other in words[:i] if other.partition("=")[0] == word.partition(".")[0]]
-        stage = ["stage=dpo"] if word.startswith("stage.") else []
-        composed(["run.name=x", *stage, *group, word])
+        chosen = (
+            {"stage": ["stage=dpo"], "adapter": ["adapter=lora"]} if "." in word.partition("=")[0] else {}
+        )
+        composed(["run.name=x", *chosen.get(word.partition(".")[0], []), *group, word])
 
 
 @pytest.mark.parametrize(
