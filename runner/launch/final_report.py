@@ -95,12 +95,13 @@ def metric_facts(results: Results) -> dict[str, str]:
 
 
 def evaluation_facts(results: Results, stage: Loss) -> dict[str, str]:
-    """Return all metrics of an evaluation, and the perplexity if the loss is a mean over tokens."""
+    """Return all metrics of an evaluation, and the perplexity of each set if losses are means over tokens."""
     found = {key: value for key, value in results.last.items() if key.startswith("eval/")}
     found["eval/loss"] = results.final_loss()
     if stage.kind in ("text", "chat") and getattr(stage, "normalize", "token") == "token":
-        loss = found.get("eval/nll", found["eval/loss"])  # the loss may have further terms
-        found["eval/perplexity"] = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
+        for part in [key.removesuffix("loss") for key in found if key.endswith("/loss")]:
+            loss = found.get(f"{part}nll", found[f"{part}loss"])  # the loss may have further terms
+            found[f"{part}perplexity"] = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
     return {key: f"{value:.6g}" for key, value in sorted(found.items())}
 
 

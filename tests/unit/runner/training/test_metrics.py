@@ -8,7 +8,8 @@ import pytest
 from rich.progress import Progress
 
 from components.loggers import Row, RunResult
-from runner.launch.final_report import metric_facts
+from components.losses import NextToken
+from runner.launch.final_report import evaluation_facts, metric_facts
 from runner.records.run_record import Stopped
 from runner.records.run_summary import Results
 from runner.training.metrics import MetricsReporter
@@ -77,6 +78,14 @@ def test_results_of_steps_that_are_taken_again_are_dropped() -> None:
     assert results.up_to(3) == Results(first={"step": 2, "train/loss": 3.0})
     assert results.up_to(1) == Results()
     assert metric_facts(results.up_to(3)) == {}
+
+
+def test_every_evaluation_set_has_a_perplexity() -> None:
+    losses = {"eval/loss": 2.0, "eval/a/loss": 1.0, "eval/b/loss": 3.0, "eval/b/nll": 2.5}
+    facts = evaluation_facts(Results(last=losses), NextToken())
+    found = {key: value for key, value in facts.items() if key.endswith("perplexity")}
+    values = {"eval/perplexity": 2.0, "eval/a/perplexity": 1.0, "eval/b/perplexity": 2.5}
+    assert found == {key: f"{math.exp(loss):.6g}" for key, loss in values.items()}
 
 
 @pytest.mark.parametrize(
