@@ -60,7 +60,7 @@ enable_thinking: false
 """
 DEEPSPEED = "model_name_or_path: x\ndataset: a\nstage: {}\nfinetuning_type: full\ndeepspeed: ds_z3.json\n"
 MERGE = "model_name_or_path: x\nadapter_name_or_path: saves/x\nexport_dir: models/x\n"
-FREEZE = "finetuning_type: freeze\nfreeze_trainable_layers: 2\n"
+FREEZE = "freeze_trainable_layers: 2\n"
 AXOLOTL = """
 base_model: NousResearch/Meta-Llama-3-8B
 model_type: LlamaForCausalLM
@@ -363,6 +363,10 @@ def test_reward_models_of_other_tools(imported: Run) -> None:
     text = "base_model: x\nlearning_rate: 1e-3\nreward_model: true\ncenter_rewards_coefficient: 0.01\n"
     found = imported("axolotl", text + "datasets: [{path: a.jsonl, type: chat_template.default}]")
     check(found, target | {"stage.center_rewards_coefficient": 0.01, "data.format": "preference"})
+    found = imported("axolotl", text + "datasets: [{path: a.jsonl, type: bradley_terry.chat_template}]")
+    turns = {"data.format": "preference", "data.strings": "chat", "data.columns": {"prompt": "input"}}
+    check(found, target | turns)
+    assert "data.format:" not in found.out
     check(imported("llamafactory", "model_name_or_path: m\nstage: rm\ndataset: pairs"), target)
 
 
@@ -601,7 +605,6 @@ def test_a_command_line_of_trl(imported: Run) -> None:
             "runner.generate",
         ),
         ("llamafactory", "model_name_or_path: y\ntemplate: qwen", [], ".yaml", "runner.chat checkpoint=y"),
-        ("llamafactory", DEEPSPEED.format("sft") + FREEZE, [], ".yaml", "model.train_only"),
         ("axolotl", "base_model: x\ntensor_parallel_size: 2", ["ranks=3"], ".yaml", "ranks: 3"),
     ],
 )
@@ -696,6 +699,15 @@ ALPACA = f"{AX}datasets: [{{path: a.jsonl, type: alpaca}}]\n"
             LF.format("sft") + "pissa_init: true\npissa_iter: 0",
             {"adapter.pissa_niter": 0},
             "",
+        ),
+        (
+            "llamafactory",
+            LF.format("sft") + "template: llama3\nuse_unsloth_gc: true",
+            {
+                "parallelism.activation_offloading": True,
+                "parallelism.activation_checkpointing": "full",
+            },
+            "add model.add_tokens=true adapter.modules_to_save=[embed_tokens,lm_head]",
         ),
         (
             "llamafactory",
@@ -916,6 +928,32 @@ def test_what_means_something_else_there(
     assert said in answer.out
 
 
+def test_documents_beside_segments(imported: Run) -> None:
+    """An instruction stage refuses documents, which axolotl trains on as a whole."""
+    entries = "datasets: [{path: a.jsonl, type: completion}, {path: b.jsonl, type: input_output}]\n"
+    assert "#   data.format: stage=sft does not train on documents" in imported("axolotl", AX + entries).out
+
+
+def test_kernels_of_axolotl(imported: Run) -> None:
+    plugins = "plugins: [a.LigerPlugin, a.CutCrossEntropyPlugin, a.Other]\n"
+    data = "datasets: [{path: a.jsonl}]\n"
+    answer = imported("axolotl", f"{AX}{data}{plugins}liger_rope: true\nliger_cross_entropy: true\n")
+    check(answer, {"run.kernels": "liger"})
+    missing, _, needless = answer.out.partition("# No equivalent here:")[2].partition("# Not needed:")
+    assert [line.split(":")[1] for line in missing.splitlines() if line] == [" a.Other"]
+    for name in ("plugins: LigerPlugin", "plugins: CutCrossEntropyPlugin", "liger_cross_entropy"):
+        assert f"#   {name}: " in needless
+
+
+def test_frozen_layers_of_llamafactory(imported: Run) -> None:
+    """Layers are named here, not counted: the rest of the file is translated."""
+    answer = imported("llamafactory", DEEPSPEED.format("sft").replace("full", "freeze") + FREEZE)
+    check(answer, {"adapter._target_": "components.adapters.none"})
+    missing = answer.out.partition("# No equivalent here:")[2]
+    assert "finetuning_type=freeze: it counts layers" in missing
+    assert "freeze_trainable_layers=2: use model.train_only (" in missing
+
+
 def test_saved_adapters(imported: Run) -> None:
     """The reference is the model without the adapter, which decides what a new one would be given."""
     entry = "datasets: [{path: a.jsonl, type: llama3.icr}]\n"
@@ -934,7 +972,9 @@ def test_saved_adapters(imported: Run) -> None:
 def test_reward_models_and_dropout_of_trl(imported: Run) -> None:
     """TRL leaves out pairs that are too long, and turns the dropout of adapters off for pairs."""
     text = "model_name_or_path: m\ndataset_name: a.jsonl\nuse_peft: true\n"
-    check(imported("trl", text, "stage=rm"), {"data.long_samples": "drop", "adapter.dropout": 0.0})
+    answer = imported("trl", f"{text}lora_task_type: SEQ_CLS\n", "stage=rm")
+    assert "#   lora_task_type: the stage decides the head" in answer.out
+    check(answer, {"data.long_samples": "drop", "adapter.dropout": 0.0})
     check(imported("trl", f"{text}disable_dropout: false\n", "stage=dpo"), {"adapter.dropout": 0.05})
     check(imported("trl", text, "stage=sft"), {"adapter.dropout": 0.05})
     chunked = imported("trl", f"{text}loss_type: chunked_nll\nseed: 3\ndata_seed: 4\n", "stage=sft")

@@ -7,6 +7,7 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from runner.commands.importing.shared_data import (
     OF_HUB,
+    check_template,
     files_of,
     held_out_share,
     lost_parts,
@@ -19,6 +20,8 @@ FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "in
 """Type of an axolotl data set -> our format. Types that begin with ``chat_template`` are not among them."""
 TEMPLATES = ("chatml", "llama3")
 """Types of pairs of answers begin with one of these, a dot, and the name of the fields: ``chatml.intel``."""
+REWARD = "bradley_terry.chat_template"
+"""The type of pairs of axolotl's reward models, with the fields of ``icr``."""
 COLUMNS_OF_PAIRS = {
     "intel": {"prompt": "question"},
     "icr": {"prompt": "input"},
@@ -93,17 +96,22 @@ def axolotl_rows(work: Translation, sources: list[Any]) -> None:
             "axolotl cuts a long document into pieces; here all documents are joined and cut every "
             "data.max_length tokens, so that an epoch may have another number of steps"
         )
+    elif any(item.get("type") == "completion" for item in sources):
+        work.checks["data.format"] = (
+            f"stage={work.words['stage']} does not train on documents (completion); write each one as "
+            "{segments: [{text: DOCUMENT, label: true}]}, with the end-of-sequence token at its end"
+        )
     named = {template for item in sources if (template := template_of(item))}
-    if named:
+    if named or any(item.get("type") == REWARD for item in sources):
         work.words["data.strings"] = "chat"
         if work.words["stage"] == "kto":  # its records have a completion
             entries = as_list(work.words.get("data.sources"))
             for columns in (work.words.get("data.columns", {}), *(e.get("columns", {}) for e in entries)):
                 for name in ("chosen", "rejected"):
                     columns.pop(name, None)
-        if "chat_template" not in work.given:
+        if named and "chat_template" not in work.given:
             work.words["model.chat_template"] = named.pop()
-            work.checks["model.chat_template"] = "leave it out if the tokenizer has this template itself"
+            check_template(work)
 
 
 def axolotl_tests(work: Translation, tests: list[Any], trained: Config) -> None:
@@ -172,6 +180,8 @@ def template_of(item: Config) -> str | None:
 
 def format_of(item: Config) -> str | None:
     kind = str(item.get("type") or "")
+    if kind == REWARD:
+        return "preference"
     if kind.startswith("chat_template"):
         return "preference" if kind != "chat_template" else "messages"
     return FORMATS.get(kind)
@@ -192,6 +202,7 @@ def columns_of(item: Config) -> dict[str, object]:
         "train": item.get("message_field_training"),
         **{key: detailed.get(f"field_{key}") for key in FIELDS},
         **(COLUMNS_OF_PAIRS.get(str(item["type"]).partition(".")[2], {}) if template_of(item) else {}),
+        **(COLUMNS_OF_PAIRS["icr"] if item.get("type") == REWARD else {}),
     }
     return {ours: theirs for ours, theirs in found.items() if theirs not in (None, ours)}
 

@@ -1,6 +1,6 @@
 """Data and templates of LLaMA-Factory."""
 
-from runner.commands.importing.shared_data import held_out_share, write_alpaca
+from runner.commands.importing.shared_data import check_template, held_out_share, write_alpaca
 from runner.commands.importing.translation import Translation, as_list, as_number
 
 
@@ -55,6 +55,6 @@ def choose_template(work: Translation) -> None:
         work.take("template")
         write_alpaca(work, "LLaMA-Factory puts an empty line after an answer, and this template one newline")
     elif name in ("llama3", "chatml"):
-        work.checks["model.chat_template"] = "leave it out if the tokenizer has this template itself"
+        check_template(work)
     elif name is not None:
         work.skip("template", "the template of the tokenizer is used; compare it, see docs/data.md")

@@ -59,6 +59,15 @@ def held_out_share(work: Translation, name: str) -> None:
         work.words["data.eval_fraction"] = share
 
 
+def check_template(work: Translation) -> None:
+    """Add a note on ``model.chat_template``, which the tokenizer may have, or may lack the tokens of."""
+    rows = " adapter.modules_to_save=[embed_tokens,lm_head]" if "adapter" in work.words else ""
+    work.checks["model.chat_template"] = (
+        "leave it out if the tokenizer has this template itself; if it lacks special tokens of the template, "
+        f"add model.add_tokens=true{rows}"
+    )
+
+
 def write_alpaca(work: Translation, difference: str) -> None:
     """Choose the prompts of Stanford Alpaca, which have one template and one system text."""
     work.words["model.chat_template"] = "plain"

@@ -158,6 +158,12 @@ def choose_adapter(work: Translation) -> None:
     A run without an adapter, or one that continues a saved adapter, does not read them. Options that the file
     itself gives are kept. In LLaMA-Factory ``lora_alpha`` is by default twice the rank.
     """
+    if work.left.get("finetuning_type") == "freeze":
+        work.missing["finetuning_type=freeze"] = (
+            "it counts layers, and here they are named; the command trains all of them without "
+            "model.train_only=['model.layers.31.*', ...]"
+        )
+        del work.left["finetuning_type"]
     chosen = []
     for name in list(work.left):
         row = work.row(name)

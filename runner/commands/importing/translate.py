@@ -78,6 +78,7 @@ def translate(tool: str, options: Config, ranks: int | None, stage: str | None, 
         work.left["seed"] = work.left.pop("data_seed")
     TOOLS[tool](work)
     choose_loggers(work)
+    choose_plugins(work)
     for name in list(work.left):
         translate_option(work, name)
     leave_out_other_metric(work)
@@ -113,10 +114,7 @@ def check_names(work: Translation, file: str) -> None:
 
 
 def check_trains(given: Config, file: str) -> None:
-    """Raise ConfigError, with what to use instead, if a file of LLaMA-Factory cannot be translated.
-
-    It cannot if it is not for training, or has ``finetuning_type: freeze``.
-    """
+    """Raise ConfigError, with what to use instead, if a file of LLaMA-Factory is not for training."""
     start = given.get("adapter_name_or_path") or given.get("model_name_or_path", "DIR")
     if "export_dir" in given:
         command = f"python -m runner.export adapter={start} merge=true output={given['export_dir']}"
@@ -127,11 +125,6 @@ def check_trains(given: Config, file: str) -> None:
     if "dataset" not in given:
         command = f"python -m runner.chat checkpoint={start}"
         raise ConfigError(f"dataset ({file}): is missing; add it, or, to chat with the model, use {command}.")
-    if given.get("finetuning_type") == "freeze":
-        raise ConfigError(
-            f"finetuning_type ({file}): freeze counts layers, and here they are named; give full, and add "
-            "model.train_only=['model.layers.31.*', ...] to the command."
-        )
 
 
 EVALUATED = ("data.eval", "data.eval_dataset", "data.eval_fraction", "data.eval_split")
@@ -167,6 +160,21 @@ def choose_loggers(work: Translation) -> None:
         work.words["logger"] = f"[{','.join(names)}]"
     for name in sorted(named - {"none", "wandb", "tensorboard"}):
         work.missing[f"report_to={name}"] = "use logger=[jsonl,console,wandb]"
+
+
+PLUGINS = {
+    "LigerPlugin": "the options liger_* choose the kernels",
+    "CutCrossEntropyPlugin": "cross entropy is computed in chunks in any case",
+}
+"""Class of a plugin of axolotl -> why it needs no option here."""
+
+
+def choose_plugins(work: Translation) -> None:
+    """Record the plugins that need no option; any other ones remain to be translated."""
+    kinds = {str(plugin): str(plugin).rpartition(".")[2] for plugin in as_list(work.take("plugins"))}
+    work.needless |= {f"plugins: {kind}": PLUGINS[kind] for kind in kinds.values() if kind in PLUGINS}
+    for plugin in (plugin for plugin, kind in kinds.items() if kind not in PLUGINS):
+        work.missing[f"plugins: {plugin}"] = str(work.reason("no_equivalent", "plugins", exact=True))
 
 
 def leave_out_other_metric(work: Translation) -> None:
