@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from gzip import BadGzipFile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -38,6 +39,7 @@ _BAD = "bad_records"
 """Name of the file in a token store that has a line of JSON for each ``BadRecord``."""
 _MEMO_BYTES = 2**26  # digests of larger files are cached by size and time
 _SAVE_S = 10.0  # seconds of tokenising that a kill may cost
+_LASTING = (BadGzipFile, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 class TokenSequences(Protocol):
@@ -209,7 +211,13 @@ class WorkerLost(ConfigError):
 
 def may_pass(error: BaseException) -> bool:
     """Return whether the same work may succeed later: a disk, the network, a process or memory failed."""
-    return isinstance(error, OSError | MemoryError | WorkerLost) or isinstance(error.__cause__, OSError)
+    return isinstance(error, MemoryError | WorkerLost) or _may_pass(error) or _may_pass(error.__cause__)
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    # pyarrow raises a plain OSError without a number for a damaged file.
+    damaged = type(error) is OSError and error.errno is None
+    return isinstance(error, OSError) and not damaged and not isinstance(error, _LASTING)
 
 
 class StoreWriter:

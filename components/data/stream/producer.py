@@ -147,12 +147,15 @@ class Producer:
             write_failure(self._folder, WorkerLost(f"data.streaming: {reason}."))
 
     def close(self) -> None:
-        if self._process is not None:
-            self._sender.close()  # ends the process after its current chunk, and its workers with it
-            self._process.join(_PATIENCE_S)
-            self._process.kill()
-            self._process.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            if self._process is not None:
+                self._sender.close()  # ends the process after its current chunk, and its workers with it
+                self._process.join(_PATIENCE_S)
+        finally:  # also after Ctrl-C
+            if self._process is not None:
+                self._process.kill()
+                self._process.join()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _produce(reader: StreamReader, folder: Path, first: int, requests: Connection) -> None:
@@ -165,16 +168,33 @@ def _produce(reader: StreamReader, folder: Path, first: int, requests: Connectio
                 stack.enter_context(closing(StreamedTokens(reader, source, first, folder)))
                 for source in range(len(reader.sources))
             ]
-            for chunk in count(first):
-                try:
-                    requests.recv()
-                except EOFError:  # no more requests
-                    return
+            for chunk in requested_chunks(requests, first):
                 write_chunk(parts, folder / chunk_name(chunk), chunk)
-        except (ConfigError, OSError) as error:
+        except Exception as error:
             write_failure(folder, error)
+            if not isinstance(error, ConfigError | OSError):
+                raise  # the traceback shows the place of a mistake in the code, perhaps that of the user
+
+
+def requested_chunks(requests: Connection, first: int) -> Iterator[int]:
+    """Yield numbers from ``first`` on, one for each request, until the connection is closed.
+
+    Requests that are still in the connection when it is closed are dropped.
+    """
+    waiting = 0
+    for chunk in count(first):
+        try:
+            while not waiting or requests.poll():
+                requests.recv()
+                waiting += 1
+        except EOFError:
+            return
+        waiting -= 1
+        yield chunk
 
 
 def write_failure(folder: Path, error: Exception) -> None:
     """Write ``FAILURE``, which also says whether the error would recur after a restart of the run."""
-    write_checked_json(folder / FAILURE, {"reason": str(error), "final": not may_pass(error)})
+    is_explained = isinstance(error, ConfigError | OSError)
+    reason = str(error) if is_explained else f"data.streaming: {error!r}; standard error has the traceback."
+    write_checked_json(folder / FAILURE, {"reason": reason, "final": not may_pass(error)})

@@ -7,6 +7,7 @@ import os
 import shutil
 from contextlib import closing
 from dataclasses import replace
+from gzip import BadGzipFile
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,18 @@ from components.contracts.batch import DESIRABLE, UNDESIRABLE, Batch
 from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError, NonRetryableError, TrainingError
 from components.data import FilesData
+from components.data.store.checked_files import read_checked_json
 from components.data.store.token_store import WorkerLost
 from components.data.stream.chunks import chunk_name
-from components.data.stream.producer import FAILURE, Producer, StreamedTokens, write_chunk, write_failure
+from components.data.stream.producer import (
+    FAILURE,
+    Producer,
+    StreamedTokens,
+    _produce,
+    requested_chunks,
+    write_chunk,
+    write_failure,
+)
 from components.data.stream.stream_loader import StreamLoader
 
 SHARD = BatchShard(global_batch_size=8, micro_batch_size=2)
@@ -378,9 +388,54 @@ def test_a_process_that_dies_ends_the_run(tmp_path: Path, tokenizer: PreTrainedT
             [other.microbatches(step) for step in range(40)]
 
 
-def cannot_be_read() -> ConfigError:
+def test_closing_ends_the_process_also_after_an_interrupt(tmp_path: Path) -> None:
+    with mock.patch("components.data.stream.producer.multiprocessing.get_context") as spawn:
+        process = spawn.return_value.Process.return_value
+        process.join.side_effect = [KeyboardInterrupt, None]
+        spawn.return_value.Pipe.return_value = mock.Mock(), mock.Mock()
+        producer = Producer(mock.Mock(), tmp_path / "stream")
+        producer.start(0)
+    with pytest.raises(KeyboardInterrupt):
+        producer.close()
+    process.kill.assert_called_once()
+    assert not (tmp_path / "stream").exists()
+
+
+def test_no_chunk_is_made_for_a_request_after_the_connection_is_closed() -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    chunks = requested_chunks(receiver, 3)
+    for _ in range(3):
+        sender.send(None)
+    assert [next(chunks), next(chunks)] == [3, 4]
+    sender.close()
+    assert list(chunks) == []
+
+
+class Broken:
+    """A source with a mistake in its code."""
+
+    def items(self, _: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+
+def test_a_mistake_in_code_ends_the_run(tmp_path: Path) -> None:
+    _, ours = multiprocessing.Pipe(duplex=False)
+    reader = mock.Mock(sources=[Broken()])
+    with (
+        mock.patch.multiple(
+            "components.data.stream.producer", end_with_parent=mock.DEFAULT, signal=mock.DEFAULT
+        ),
+        pytest.raises(ZeroDivisionError),  # for the traceback
+    ):
+        _produce(reader, tmp_path, 0, ours)
+    failure = read_checked_json(tmp_path / FAILURE)
+    assert failure["final"]
+    assert failure["reason"].startswith("data.streaming: ZeroDivisionError('division by zero');")
+
+
+def cannot_be_read(cause: OSError) -> ConfigError:
     error = ConfigError("a.jsonl: cannot be read")
-    error.__cause__ = OSError(5, "Input/output error")
+    error.__cause__ = cause
     return error
 
 
@@ -388,7 +443,12 @@ def cannot_be_read() -> ConfigError:
     ("error", "kind"),
     [
         (ConfigError("a.jsonl:3: malformed JSON"), NonRetryableError),
-        (cannot_be_read(), TrainingError),
+        (cannot_be_read(OSError(5, "Input/output error")), TrainingError),
+        (cannot_be_read(OSError("zlib inflate failed: incorrect data check")), NonRetryableError),
+        (cannot_be_read(ConnectionError("Couldn't reach the hub")), TrainingError),
+        (FileNotFoundError(2, "No such file or directory"), NonRetryableError),
+        (PermissionError(13, "Permission denied"), NonRetryableError),
+        (BadGzipFile("Not a gzipped file"), NonRetryableError),
         (OSError(28, "No space left on device"), TrainingError),
         (WorkerLost("data.num_workers: a tokenising process died"), TrainingError),
     ],
