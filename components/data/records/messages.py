@@ -14,7 +14,7 @@ from components.json_text import parse_json
 
 REASONING_KEYS = ("reasoning_content", "thinking")
 _KEPT_KEYS = ("name", "tool_call_id", *REASONING_KEYS)  # some templates read them
-FLAGS = ("weight", "train", "training", "loss_weight", "loss")
+_FLAGS = ("weight", "train", "training", "loss_weight", "loss")
 """Keys of a turn, 0 or 1, of OpenAI, axolotl (two), LLaMA-Factory and ms-swift."""
 _CALL_KEYS = ("name", "id", "type", "description")
 _UNTRAINED = "untrained"
@@ -156,7 +156,7 @@ def read_message(raw: object, where: str, origin: str) -> Message:
 
 
 def _is_trained(raw: Message, role: str, where: str, origin: str) -> bool:
-    given = [key for key in FLAGS if raw.get(key) is not None]
+    given = flags(raw)
     if not given:
         return True
     flag = given[0]
@@ -167,6 +167,17 @@ def _is_trained(raw: Message, role: str, where: str, origin: str) -> bool:
     if raw[flag] and role != "assistant":
         fail(origin, f"{flag} of {where} is {raw[flag]!r}, a {role} turn", "Set it to 0 or remove it.")
     return bool(raw[flag])
+
+
+def flags(raw: Mapping[str, object]) -> list[str]:
+    """Return the keys of a message, or of a part of one, that say whether it is trained on.
+
+    A ``loss`` that is another number than 0 and 1 is not among them: it is a measured one.
+    """
+    given = [key for key in _FLAGS if raw.get(key) is not None]
+    loss = raw.get("loss")
+    is_measured = isinstance(loss, int | float) and loss not in (0, 1)
+    return [key for key in given if not (key == "loss" and is_measured)]
 
 
 def split_untrained(messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
@@ -200,7 +211,7 @@ def _parts(parts: list[object], where: str, origin: str) -> Message:
                 fail(origin, f"{where} has a part of type {kind!r}, and only text can be trained on", remedy)
             fail(origin, f"{where} has a part that is not text", "Only text can be trained on; remove it.")
         assert isinstance(part, dict)
-        if any(part.get(flag) is not None for flag in FLAGS):
+        if flags(part):
             fail(origin, f"{where} marks a part of its content", "Set 'train' or 'weight' on the whole turn.")
         found[kind].append(text)
     message: Message = {"content": "".join(found["text"])}

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 
 from components.contracts.errors import ConfigError
 from components.data.records.messages import (
-    FLAGS,
     REASONING_KEYS,
     begins_with_system,
     ends_without_an_answer,
+    flags,
 )
 from components.data.records.options import Format, RecordError, RecordOptions
 
@@ -50,7 +50,7 @@ _TWINS = (("role", "from"), ("content", "value"))
 """Pairs of keys of a message the second of which is read only if the message does not have the first one."""
 _MESSAGE_KEYS = (
     *("role", "from", "content", "value", "tool_calls", "name", "tool_call_id"),
-    *(*REASONING_KEYS, *FLAGS),
+    *REASONING_KEYS,
 )
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),
@@ -170,6 +170,7 @@ def _unread_keys(value: object) -> Iterator[str]:
     for message in value if isinstance(value, list) else [value]:
         if isinstance(message, dict):
             displaced = {other for name, other in _TWINS if message.get(name) is not None}
+            read = {*_MESSAGE_KEYS, *flags(message)} - displaced
             for key, content in message.items():
-                if (key not in _MESSAGE_KEYS or key in displaced) and content not in _EMPTY:
+                if key not in read and content not in _EMPTY:
                     yield str(key)

@@ -33,6 +33,12 @@ PAIR = {"chosen": "A", "rejected": "B"}
         ("unpaired", {"instruction": "U", "input": "I", "output": "A", "label": True}, []),
         ("unpaired", {"instruction": "U", "output": "A", "prompt": "P", "label": True}, ["prompt"]),
         ("messages", {"messages": [{**U, "value": "V"}, A]}, ["messages[].value"]),
+        (
+            "messages",
+            {"messages": [{**U, "loss": -3.5}, {**A, "weight": 1, "loss": 0.9}]},
+            ["messages[].loss"],
+        ),
+        ("messages", {"messages": [{**U, "loss": 0}, {**A, "loss": True}]}, []),
         ("messages", {"messages": [U, A, U]}, ["messages[] after the last answer"]),
         ("unpaired", {"messages": [U, A, U], "label": True}, ["messages[] after the last answer"]),
         ("unpaired", {"messages": [U], "completion": "A", "label": True}, []),
