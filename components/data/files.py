@@ -227,13 +227,20 @@ class FilesData(RecordsData):
                 "or remove it."
             )
         own = self.eval is not None and any(path.startswith(_HUB) for path in evaluated)
-        if own and self.split is not None and self.eval_split is None:
+        splits = ["data.split"] if self.split is not None else []
+        splits += [
+            f"data.sources[{i}].split" for i, source in enumerate(self._sources) if source.get("split")
+        ]
+        if own and splits and self.eval_split is None:
             raise ConfigError(
-                "data.eval_split: data.split is that of the training data; name the split of data.eval, too."
+                f"data.eval_split: {splits[0]} is that of the training data; name the split of data.eval, "
+                "too."
             )
-        named = [{"path": path} for path in (self.train, *evaluated) if path is not None]
-        hub = [source for source in (*named, *self._sources) if source["path"].startswith(_HUB)]
+        trained = [{"path": self.train}] if self.train is not None else self._sources
         for name in (name for name in _OF_HUB if getattr(self, name) is not None):
+            own_eval = name == "split" and self.eval_split is not None
+            reading = [*trained, *({"path": path} for path in evaluated if not own_eval)]
+            hub = [source for source in reading if source["path"].startswith(_HUB)]
             if not hub:
                 raise ConfigError(
                     f"data.{name}: only data sets of the hub have one; use data.train=hub:NAME, or "
@@ -307,8 +314,11 @@ def _check_source(where: str, source: Json) -> None:
         if key not in _SOURCE_KEYS:
             near = get_close_matches(key, _SOURCE_KEYS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"use {', '.join(_SOURCE_KEYS)}."
-            if key in (option.name for option in fields(FilesData)):
-                hint = f"use data.{key}, which holds for all sources."
+            if key in ("train", "sources"):
+                hint = "use path."
+            elif key in (option.name for option in fields(FilesData)):
+                scope = "" if "eval" in key else ", which holds for all sources"
+                hint = f"use data.{key}{scope}."
             raise ConfigError(f"{where}.{key}: nothing reads this key; {hint}")
     if not isinstance(source.get("path"), str):
         raise ConfigError(f"{where}.path: must be a path, got {source.get('path')!r}.")

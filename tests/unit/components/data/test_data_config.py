@@ -548,6 +548,16 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             {"sources": [{"path": "hub:a", "split": "x"}, {"path": "b.jsonl"}], "split": "y"},
             "data.split: every data set of the hub has its own; remove it",
         ),
+        (
+            {"sources": [{"path": "hub:a", "split": "x"}], "split": "y", "eval": "hub:a", "eval_split": "z"},
+            "data.split: every data set of the hub has its own; remove it",
+        ),
+        (
+            {"train": "a.jsonl", "split": "y", "eval": "hub:a", "eval_split": "z"},
+            "data.split: only data sets of the hub have one; use",
+        ),
+        ({"sources": [{"train": "a"}]}, r"data.sources\[0\].train: nothing reads this key; use path\.$"),
+        ({"sources": [{"path": "a", "eval": "b"}]}, r"nothing reads this key; use data\.eval\.$"),
     ],
 )
 def test_mistakes_in_options(options: dict[str, Any], message: str) -> None:

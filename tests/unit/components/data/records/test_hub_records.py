@@ -158,6 +158,10 @@ def test_the_split_of_the_training_data_is_not_that_of_another_data_set(repo: st
         ConfigError, match=r"data\.eval_split: data\.split is that of the training data; name"
     ):
         FilesData(train=f"hub:{repo}", split="train[:50%]", eval=f"hub:{repo}")
+    sources = [{"path": "a.jsonl"}, {"path": f"hub:{repo}", "split": "train[:50%]"}]
+    with pytest.raises(ConfigError, match=r"data\.eval_split: data\.sources\[1\]\.split is that of"):
+        FilesData(sources=sources, eval=f"hub:{repo}")
+    FilesData(sources=sources, eval=f"hub:{repo}", eval_split="test")
 
 
 def test_a_folder_and_a_subset_of_a_data_set(repo: str, monkeypatch: pytest.MonkeyPatch) -> None:
