@@ -24,8 +24,10 @@ from components.data.records.record_files import (
     Record,
     Records,
     Unreadable,
+    data_files,
     matching_files,
     read_records,
+    warn_of_others,
 )
 from components.data.records.samples import Sample
 from components.data.store.token_store import digest, file_digest
@@ -127,7 +129,10 @@ class RecordSource(ABC):
         if not split and found != ("preference" if kind == "ranked" else kind):
             remedy = "give every record a 'label', " if kind == "unpaired" else ""
             if (found, kind) == ("unpaired", "chat"):
-                remedy = "data.format=prompt_completion to train on completions whatever their label is, "
+                remedy = (
+                    "a data.format without labels (prompt_completion, messages, sharegpt or alpaca) to train "
+                    "on answers whatever their label is, "
+                )
             raise ConfigError(
                 f"{self.name}: its format is {options.format}, and stage={STAGES[kind]} does not train on "
                 "that.\n"
@@ -176,6 +181,7 @@ class FileSource(RecordSource):
     def files(self, cache: Path) -> list[str]:
         path = Path(expand_home(self.option, self.path))
         found = matching_files(self.path)
+        warn_of_others(self.path)
         # How a file of a pattern is read depends on its ending.
         endings = ["" if file == path else "".join(file.suffixes[-2:]) for file in found]
         names = [str(file.relative_to(path)) for file in found] if path.is_dir() else endings
@@ -209,11 +215,17 @@ class HubSource(RecordSource):
         return self.dataset.records(streaming=self.streaming)
 
     def files(self, cache: Path) -> list[str]:  # noqa: ARG002
-        dataset = self.dataset
-        return [str(dataset), dataset.version()] if self.streaming else [dataset.fingerprint()]
+        if not self.streaming:
+            return [self.dataset.fingerprint()]
+        folder = Path(self.dataset.repo)
+        if not folder.exists():
+            return [str(self.dataset), self.dataset.version()]
+        sizes = [f"{file.relative_to(folder)} {file.stat().st_size}" for file in data_files(folder)]
+        return [str(replace(self.dataset, repo="")), *sizes]
 
     def version(self) -> list[str]:
-        return []
+        folder = Path(self.dataset.repo)
+        return [str(folder.absolute()), self.dataset.version()] if folder.exists() else []
 
 
 def own_options(function: Callable[..., object]) -> list[str]:

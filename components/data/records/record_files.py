@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from glob import glob, has_magic
 from itertools import chain
 from pathlib import Path
@@ -129,17 +129,22 @@ def _matches(path: str) -> list[Path]:
         what = "matches no file" if has_magic(path) else "no such file or folder"
         near = get_close_matches(source.name, [other.name for other in source.parent.glob("*")], n=1)
         hint = f" Did you mean {source.with_name(near[0])}?" if near else ""
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and _ending(source) not in _READERS:
+        is_local = _ending(source) in _READERS or os.path.exists(source.parent)
+        if re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) and not is_local:
             hint = f" For a data set of the Hugging Face hub, use hub:{path}.{hint}"
         raise ConfigError(f"{path}: {what}. Check the path in data.train, data.eval or prompts.{hint}")
     return found
 
 
 def _read_path(source: Path, reading: Reading) -> Iterator[Item]:
-    if (source / "dataset_info.json").exists() or (source / "dataset_dict.json").exists():
+    if _is_saved_dataset(source):
         reading.begin(sum(file.stat().st_size for file in data_files(source)))
         return _read_saved_dataset(source, reading)
     return _read_folder(source, reading) if source.is_dir() else _read_file(source, reading)
+
+
+def _is_saved_dataset(source: Path) -> bool:
+    return (source / "dataset_info.json").exists() or (source / "dataset_dict.json").exists()
 
 
 def data_files(source: Path) -> list[Path]:
@@ -197,17 +202,25 @@ def _not_empty(records: Iterator[Item], source: Path) -> Iterator[Item]:
 
 
 def _read_folder(folder: Path, reading: Reading) -> Iterator[Item]:
-    found = sorted(path for path in _below(folder) if not _is_hidden(path.relative_to(folder)))
-    files = [path for path in found if _ending(path) in _READERS]
+    files = [path for path in _visible(folder) if _ending(path) in _READERS]
     if not files:
         raise ConfigError(
             f"{folder}: holds no {_EXTENSIONS} file, and is not a saved dataset. Check the folder."
         )
-    others = [path for path in found if _ending(path) not in _READERS and not _is_note(path)]
-    if others:
-        _warn_of_others(folder, len(others), others[0])
     for file in files:
         yield from _not_empty(_read_file(file, reading), file)
+
+
+def warn_of_others(path: str) -> None:
+    """Log how many files of the folders that ``path`` names are left out, because no reader can read them."""
+    for folder in filter(Path.is_dir, _matches(path)):
+        others = [file for file in _visible(folder) if _ending(file) not in _READERS and not _is_note(file)]
+        if others and not _is_saved_dataset(folder):
+            _warn_of_others(folder, len(others), others[0])
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(path for path in _below(folder) if not _is_hidden(path.relative_to(folder)))
 
 
 def _is_note(path: Path) -> bool:
@@ -280,15 +293,15 @@ def _read_json(path: Path, reading: Reading) -> Iterator[Item]:
 def _begins_with_a_line(path: Path, reading: Reading) -> bool:
     """Return whether the first line with text is a whole object and another one follows, as in jsonl."""
     with reading.open(path) as file:
-        lines = filter(str.strip, file)
-        first = next(lines, "")
-        if not first.lstrip().startswith("{"):
+        characters = iter(partial(file.read, 1), "")
+        # A list may be a line as long as the file.
+        if next(filter(str.strip, characters), "") != "{":
             return False
         try:
-            parse_json(first)
+            parse_json("{" + file.readline())
         except json.JSONDecodeError:
             return False
-        return next(lines, "") != ""
+        return any(map(str.strip, file))
 
 
 def _read_jsonl(path: Path, reading: Reading) -> Iterator[Item]:

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,20 @@ def test_the_identity_of_a_stream_of_a_data_set_follows_a_change(repo: str, tmp_
     train = Path(repo) / "train.jsonl"
     train.write_text(train.read_text() + train.read_text())
     assert source.content(tmp_path) != before
+
+
+def test_the_identity_of_a_stream_of_a_folder_is_not_its_place_or_time(repo: str, tmp_path: Path) -> None:
+    def stream(path: str) -> tuple[list[str], list[str]]:
+        [source] = FilesData(train=f"hub:{path}", streaming=True).streamed_sources()
+        return source.content(tmp_path), source.version()
+
+    content, version = stream(repo)
+    moved = stream(shutil.copytree(repo, f"{repo}-moved"))
+    assert moved[0] == content
+    assert moved[1] != version  # the cache is not that of another folder
+    os.utime(Path(repo) / "train.jsonl", (0, 0))
+    assert stream(repo)[0] == content
+    assert stream(repo)[1] != version
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+from io import StringIO
 from pathlib import Path
 from unittest import mock
 
@@ -12,8 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from components.contracts.errors import ConfigError
+from components.data.data_sources import FileSource
 from components.data.records import record_files
-from components.data.records.record_files import Unreadable, matching_files, read_records
+from components.data.records.record_files import Reading, Unreadable, matching_files, read_records
 from components.json_text import parse_json
 
 RECORDS = [{"text": "one"}, {"text": 'two, "2"\nwith a line'}, {"text": "drei 🙂"}]
@@ -105,6 +107,8 @@ def test_folder_is_read_in_order_and_without_hidden_files(
         (tmp_path / name).write_text("not data")
     files = [origin.rpartition(":")[0] for _, origin in read_records(str(tmp_path))]
     assert files == [str(tmp_path / name) for name in ("a.jsonl", "b/c.csv", "d.txt") for _ in range(3)]
+    assert caplog.messages == []  # records are also read in processes without a log
+    FileSource(option="data.train", path=str(tmp_path)).files(tmp_path / ".cache")
     [message] = caplog.messages
     assert message.endswith(f"parquet, .txt: 2, such as {tmp_path}/b/c.tsv")
 
@@ -284,13 +288,29 @@ def test_a_folder_of_llamafactory_is_not_a_saved_data_set(tmp_path: Path) -> Non
         list(read_records(str(tmp_path)))
 
 
-def test_missing_path() -> None:
+def test_a_list_in_one_line_is_not_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Line(StringIO):
+        def readline(self, _: object = -1) -> str:
+            raise AssertionError("the line is as long as the file")
+
+        __next__ = readline
+
+    path = tmp_path / "a.json"
+    path.write_text("content")
+    monkeypatch.setattr(Reading, "open", lambda *_: Line('\n [{"text": "a"}]'))
+    assert list(read_records(str(path))) == [({"text": "a"}, f"{path}:1")]
+
+
+def test_missing_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"/no/such/file\.json: no such file or folder"):
         read_records("/no/such/file.json")
     with pytest.raises(ConfigError, match=r"trl-lib/Capybara: no such .* use hub:trl-lib/Capybara\.$"):
         read_records("trl-lib/Capybara")
-    with pytest.raises(ConfigError, match=r"or prompts\.$"):
-        read_records("data/train.jsonl")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for path in ("data/train.jsonl", "here/foo.json.bz2", "./train", "../data"):
+        with pytest.raises(ConfigError, match=r"or prompts\.$"):
+            read_records(path)
     with pytest.raises(ConfigError, match=r"prompts=~nobody-at-all/a\.json: there is no user"):
         read_records("~nobody-at-all/a.json")
 

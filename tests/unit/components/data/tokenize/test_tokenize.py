@@ -399,7 +399,7 @@ def test_the_embedded_data_is_itself(tmp_path: Path) -> None:
         (
             '{"prompt": "a", "completion": "b", "label": true}',
             "chat",
-            "Use stage=kto, data.format=prompt_completion to",
+            r"Use stage=kto, a data.format without labels \(prompt_completion, messages, sharegpt or alp",
         ),
         (
             '{"messages": [{"role": "user", "content": "a"}]}',
