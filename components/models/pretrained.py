@@ -22,6 +22,7 @@ from components.contracts.json_types import Json
 from components.json_text import as_type, one_line, read_json
 from components.models.experts import unstack_experts
 from components.models.export.hf_file_names import file_names
+from components.models.hub import BIN
 from components.models.mtp import JOINS, mtp_parameter_names
 from components.models.scalar_head import SCORE, auto_class, has_scalar_head
 from components.models.weights import named_shapes, tied_names
@@ -126,7 +127,7 @@ def unused_names(names: Iterable[str], model: PreTrainedModel) -> Iterator[str]:
 
 def content_hash(folder: Path) -> str:
     """Return a hash of all bytes of the folder's weights, independent of the folder's name."""
-    files = sorted(set(stored_names(folder).values())) or sorted(folder.glob("*.bin"))
+    files = sorted(set(stored_names(folder).values())) or sorted(folder.glob(BIN))
     return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 
@@ -243,7 +244,7 @@ def stored_types(folder: Path) -> Iterator[tuple[Path, str, str]]:
     opened = cache(open_file)
     for name, file in found.items():
         yield file, name, stored_slice(opened(file), file, name).get_dtype()
-    for file in () if found else sorted(folder.glob("pytorch_model*.bin")):
+    for file in () if found else sorted(folder.glob(BIN)):
         try:
             content = torch.load(file, map_location="meta", mmap=is_zipfile(file), weights_only=True)
             tensors = as_type(Json, content)

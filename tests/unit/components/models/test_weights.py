@@ -28,6 +28,7 @@ from components.models import (
 )
 from components.models.generate import add_tokenizer, use_plain_decoding
 from components.models.initialize import random_weights
+from components.models.pretrained import content_hash
 from tests.ranks import Ranks
 
 BASE: dict[str, Any] = {
@@ -158,6 +159,13 @@ def rewrite(folder: Path, tensors: dict[str, Tensor], *, as_bin: bool = False) -
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_files_beside_the_weights_do_not_change_their_hash(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    rewrite(*saved, as_bin=True)
+    before = content_hash(saved[0])
+    (saved[0] / "training_args.bin").write_bytes(b"of a trainer")
+    assert content_hash(saved[0]) == before
 
 
 @pytest.mark.parametrize("layout", ["bin", "older names", "tied head only"])
