@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import shutil
+from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
@@ -28,7 +29,7 @@ from components.models.config_values import UNBUILDABLE, check_values, wrong_fie
 from components.models.experts import unfuse_experts
 from components.models.freeze import freeze
 from components.models.generate import add_tokenizer, generate, read_generation_config
-from components.models.hf_config import INVALID, check_same, make_config, read_hf_config
+from components.models.hf_config import check_same, make_config, read_hf_config
 from components.models.hub import model_folder
 from components.models.initialize import random_weights
 from components.models.moe_loss_config import MoELossConfig
@@ -312,7 +313,7 @@ class ModelSpec:
             )
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
-        except (*INVALID, ImportError, OSError) as error:
+        except Exception as error:  # the class of the library's errors for files that it does not know
             raise ConfigError(
                 f"{option}: cannot load the tokenizer in {folder}: {one_line(error)}"
             ) from error
@@ -344,15 +345,16 @@ class ModelSpec:
         The code that the model or its tokenizer brings with it is copied, too.
         """
         tokenizer = self.load_tokenizer()
-        add_tokenizer(folder, tokenizer, self._foreign_ids())
+        add_tokenizer(folder, tokenizer, self._foreign_ids)
         if self.trust_remote_code:
             sources = [self._tokenizer_folder()[1], *([self.folder()] if self.reads_path else [])]
             for file in (file for source in sources for file in source.glob("*.py")):
                 shutil.copyfile(file, folder / file.name)
         return tokenizer
 
-    def _foreign_ids(self) -> set[int]:
-        """Return the ids of tokens in the vocabulary of ``path`` that ``tokenizer`` lacks or has elsewhere.
+    @functools.cached_property
+    def _foreign_ids(self) -> Set[int]:
+        """The ids of tokens in the vocabulary of ``path`` that ``tokenizer`` lacks or has elsewhere.
 
         There are none if ``path`` has no tokenizer that can be loaded: its stop tokens may be those of
         ``tokenizer``.

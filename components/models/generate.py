@@ -59,7 +59,7 @@ def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, foreign: Set
     If config.json has a list of stop tokens, or there is a generation config, their stop tokens are kept, and
     those of the tokenizer are added; the generation config also keeps its other values. The pad id is written
     to config.json only for classifiers, because transformers does not train the embedding of a pad id there.
-    The ids in ``foreign`` belong to another tokenizer, and none of them is kept.
+    The ids in ``foreign`` belong to another tokenizer; bos, eos and pad ids among them are not kept.
     """
 
     def kept(found: Any) -> Any:
@@ -70,9 +70,12 @@ def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, foreign: Set
     tokenizer.save_pretrained(folder)
     config = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     ids = config | {"pad_token_id": tokenizer.pad_token_id}
+    found = read_json(folder / CONFIG_NAME)
     if is_classifier(folder):
         config = ids
-    stops = read_json(folder / CONFIG_NAME).get("eos_token_id")
+    elif found.get("pad_token_id") in foreign:
+        config = config | {"pad_token_id": None}
+    stops = found.get("eos_token_id")
     several = kept(stops) if isinstance(stops, list) else None
     if several is not None:
         config = config | {"eos_token_id": with_stops(several, {tokenizer.eos_token_id})}

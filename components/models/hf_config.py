@@ -68,7 +68,9 @@ def make_config(architecture: Config) -> PreTrainedConfig:
 
 
 def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """Return the configuration in ``folder``. A negative ``pad_token_id``, as in older files, becomes None.
+    """Return the configuration in ``folder``.
+
+    A ``pad_token_id`` outside of the vocabulary, as in older files, becomes None.
 
     Raises:
         ConfigError: if config.json is missing or malformed, model_type is unknown, the folder's model code is
@@ -103,7 +105,8 @@ def read_hf_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig
             "this, or name another model."
         ) from error
     text = config.get_text_config()
-    if (getattr(text, "pad_token_id", None) or 0) < 0:
+    pad, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if pad is not None and (pad < 0 or (size is not None and pad >= size)):
         text.pad_token_id = None
     return config
 
@@ -154,8 +157,12 @@ def check_sliding(fields: Config, config: PreTrainedConfig) -> None:
 
 
 def may_slide(config: PreTrainedConfig) -> bool:
-    """Return whether a layer of ``config`` has the ``sliding_window``, unless this is None."""
-    return "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    """Return whether a layer of ``config`` has the ``sliding_window``, unless this is None.
+
+    A file may have this field for a model that does not read it, such as a llama.
+    """
+    is_read = "sliding_window" in {field.name for field in dataclasses.fields(config)}
+    return is_read and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
 
 
 def closest_word(word: str, known: Iterable[str]) -> str:

@@ -154,12 +154,18 @@ def test_a_field_that_the_file_lacks_differs_from_one_that_is_given(tmp_path: Pa
         ModelSpec(path=str(tmp_path), architecture=moe, init="pretrained").config()
 
 
-def test_a_negative_pad_token_in_a_file_is_none(saved: Path) -> None:
-    """With -1, torch would not train the embedding of the last token."""
-    edit(saved, pad_token_id=-1)
+@pytest.mark.parametrize("pad", [-1, 64])
+def test_a_pad_token_outside_of_the_vocabulary_in_a_file_is_none(saved: Path, pad: int) -> None:
+    """With -1, torch would not train the embedding of the last token, nor with 64 that of an added one."""
+    edit(saved, pad_token_id=pad)
     spec = ModelSpec(path=str(saved))
     assert spec.config().pad_token_id is None
     assert spec.meta_model.get_input_embeddings().padding_idx is None
+
+
+def test_a_window_in_a_file_of_a_model_that_has_none_is_not_read(saved: Path) -> None:
+    edit(saved, model_type="llama", architectures=["LlamaForCausalLM"], layer_types=None, sliding_window=0)
+    assert ModelSpec(path=str(saved)).config().model_type == "llama"
 
 
 def test_training_configs_have_no_cache_and_building_leaves_them_alone() -> None:
@@ -467,6 +473,9 @@ def test_refuses_damaged_folders(saved: Path, damage: Callable[[Path], object], 
 # ---- tokenizers
 
 
+LATER_TOKENIZER = '{"version": "1.0", "added_tokens": [], "model": {"type": "of a later version"}}'
+
+
 @pytest.fixture
 def tokenizer_folder(tmp_path: Path) -> Path:
     from tokenizers import Tokenizer, models
@@ -496,7 +505,7 @@ def test_an_export_has_no_special_ids_of_another_tokenizer(
     own = ModelSpec(architecture=TINY).load_tokenizer()
     for folder in (saved, tmp_path / "copy"):
         own.save_pretrained(folder)
-    edit(saved, eos_token_id=[1, 7])
+    edit(saved, eos_token_id=[1, 7], pad_token_id=7)
     stops = {"eos_token_id": [1, 7], "bos_token_id": 1, "top_p": 0.9}
     (saved / "generation_config.json").write_text(json.dumps(stops))
     export = shutil.copytree(saved, tmp_path / "export")
@@ -506,6 +515,16 @@ def test_an_export_has_no_special_ids_of_another_tokenizer(
     ends = [2] if other else [2, 1, 7]
     assert (config["eos_token_id"], generation["eos_token_id"]) == (ends, ends)
     assert (generation["bos_token_id"], generation["top_p"]) == (None if other else 1, 0.9)
+    assert config["pad_token_id"] == (None if other else 7)
+
+
+def test_an_unreadable_tokenizer_of_another_path_has_no_foreign_ids(
+    saved: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    (saved / "tokenizer.json").write_text(LATER_TOKENIZER)
+    export = shutil.copytree(saved, tmp_path / "export")
+    ModelSpec(path=str(saved), tokenizer=str(tokenizer_folder)).add_tokenizer(export)
+    assert (export / "tokenizer.json").read_text() == (tokenizer_folder / "tokenizer.json").read_text()
 
 
 def test_random_named_shapes_take_the_embedded_tokenizer() -> None:
@@ -514,7 +533,11 @@ def test_random_named_shapes_take_the_embedded_tokenizer() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", r"tokenizer.json:1: malformed JSON"), ("{}", "model.tokenizer: cannot load the tokenizer in")],
+    [
+        ("{", r"tokenizer.json:1: malformed JSON"),
+        ("{}", "model.tokenizer: cannot load the tokenizer in"),
+        (LATER_TOKENIZER, "model.tokenizer: cannot load the tokenizer in .* did not match any variant"),
+    ],
 )
 def test_refuses_broken_tokenizers(tokenizer_folder: Path, text: str, message: str) -> None:
     (tokenizer_folder / "tokenizer.json").write_text(text)
