@@ -19,6 +19,7 @@ from components.models.experts import router_biases
 from components.models.export.hf_folder import write_configs
 from components.models.export.safetensors_writer import stored_tensors
 from components.models.generate import load_with_weights
+from components.models.mtp import MTPConfig
 
 OPTION = "checkpoint"
 
@@ -38,14 +39,19 @@ class CheckpointModel:
     kind: str = "model"
     """Prefix of the weights' keys in the checkpoint, such as ``hook/ema``."""
 
-    def export_model(self, target: Path, dtype: torch.dtype) -> Path:
+    def export_model(self, target: Path, dtype: torch.dtype, *, mtp: bool = True) -> Path:
         """Write the trained model to ``target``; an adapter is merged into its base model.
+
+        Without ``mtp``, layers for multi-token prediction are left out.
 
         Raises:
             ConfigError: if the base model is quantised, and what reads it is not installed.
         """
-        shapes, source = self._weights()
-        stream_folder(self.model, shapes, source, target, dtype)
+        (shapes, source), spec = self._weights(), self.model
+        if not mtp:  # patterns of trained parameters may name these layers
+            spec = replace(spec, mtp=MTPConfig(), freeze=(), train_only=())
+            shapes = named_shapes(spec.meta_model)
+        stream_folder(spec, shapes, source, target, dtype)
         self.model.add_tokenizer(target)
         return target
 
@@ -73,7 +79,7 @@ class CheckpointModel:
         moving = router_biases(meta)  # no gradient, but training updates them, and checkpoints contain them
         named = meta.named_parameters()
         wanted = {name: shapes[name] for name, p in named if p.requires_grad or name in moving}
-        trained = checkpoint_weights(self.checkpoint, wanted, OPTION, kind=self.kind, without_mtp=meta)
+        trained = checkpoint_weights(self.checkpoint, wanted, OPTION, kind=self.kind)
         frozen = self._initial() if len(wanted) < len(shapes) else trained
 
         def read(name: str, index: tuple[slice, ...] = ()) -> Tensor:

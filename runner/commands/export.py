@@ -90,8 +90,6 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
     trained, stored = read_checkpoint(given)
     if "mtp" in given and not trained.model.mtp.num_layers:
         raise ConfigError("mtp: the run has no layers for multi-token prediction; leave it out.")
-    if given.get("mtp") == "false":
-        trained = replace(trained, model=replace(trained.model, mtp=MTPConfig()))
     if "hook" in given:
         trained = replace(trained, kind=f"hook/{given['hook']}")
         if not any(key.startswith(f"{trained.kind}/") for key in saved_keys(trained.checkpoint)):
@@ -103,9 +101,11 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
     if trained.adapter is None and merge:
         raise ConfigError("merge: the checkpoint is of a whole model, not of an adapter; leave it out.")
     if trained.adapter is None or merge:
-        return trained.export_model(target, dtype or stored)
+        return trained.export_model(target, dtype or stored, mtp=given.get("mtp") != "false")
     if dtype is not None:
         raise ConfigError("dtype: an adapter is kept in fp32; leave it out, or use merge=true.")
+    if given.get("mtp") == "false":
+        trained = replace(trained, model=replace(trained.model, mtp=MTPConfig()))
     return trained.export_adapter(target, stored)
 
 

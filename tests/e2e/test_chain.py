@@ -200,3 +200,15 @@ def test_routers_biases_go_along(tmp_path: Path) -> None:
     assert all(torch.equal(kept[name], stored[name]) for name in kept)
     after = run_here(tmp_path, *deepseek, "stage=dpo", f"checkpoint.init_from={run}", "run.max_steps=1")
     assert rows(after, "train/loss")[0]["train/lm_loss"] == pytest.approx(math.log(2), rel=1e-3)
+
+
+def test_an_export_without_mtp_of_a_run_that_trained_a_part(tmp_path: Path) -> None:
+    """Nothing but the number of its layer tells a trained weight of MTP from those of other layers."""
+    parts = "model.train_only=[model.layers.1.self_attn.*,model.layers.2.self_attn.*]"
+    run = run_here(tmp_path, *EXPORTING, "run.max_steps=1", "model.mtp.num_layers=1", parts)
+    export([f"checkpoint={run}", f"output={tmp_path / 'plain'}", "mtp=false"])
+    stored, kept = (
+        load_file(folder / "model.safetensors") for folder in (run / "export", tmp_path / "plain")
+    )
+    assert kept.keys() == {name for name in stored if not name.startswith("model.layers.2.")} < stored.keys()
+    assert all(torch.equal(kept[name], stored[name]) for name in kept)
