@@ -39,10 +39,13 @@ NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
 TEXTS = (
     *("run.name", "run.output_dir", "model.path", "model.revision", "model.tokenizer", "model.add_tokens"),
     *("adapter.path", "stage.reference_path", "data.dataset", "data.eval_dataset", "data.dataset_info"),
-    *("data.subset", "data.default_system", "data.cache_dir"),
+    *("data.subset", "data.split", "data.eval_split", "data.revision"),
+    *("data.default_system", "data.cache_dir"),
     *("logger.wandb.project", "logger.wandb.entity", "logger.wandb.name"),
 )
 """Keys of texts, which another tool may give as 2024 or 1e10, and which a run refuses as numbers."""
+SOURCE_TEXTS = ("path", "subset", "split", "revision")
+"""Those of the keys of each entry of ``data.sources``."""
 SCRIPT = re.compile(r"(?:^|[/_])(sft|dpo|kto|orpo|cpo|reward)(?:_\w+)?(?:\.py)?$")
 
 
@@ -67,7 +70,11 @@ def import_config(arguments: Sequence[str]) -> None:
 
 def command_page(result: Translation) -> list[str]:
     """Return the command, with one override on each line, and the lines of the comments below it."""
-    words = [f"{key}={hydra_value(value, texts=key in TEXTS)}" for key, value in result.words.items()]
+    texts = {key: SOURCE_TEXTS if key == "data.sources" else () for key in result.words}
+    words = [
+        f"{key}={hydra_value(value, texts=key in TEXTS, fields=texts[key])}"
+        for key, value in result.words.items()
+    ]
     lines = ["python -m runner", *(f"  {shlex.quote(word)}" for word in words)]
     out = [" \\\n".join(lines)]
     sections = {"Check": result.checks, "No equivalent here": result.missing, "Not needed": result.needless}

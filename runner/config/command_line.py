@@ -1,7 +1,7 @@
 """Parsing and writing of overrides, and the command of a single job of a sweep."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 FLAGS = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
@@ -42,19 +42,24 @@ def long_flags(words: Sequence[str]) -> list[str]:
     return found
 
 
-def hydra_value(value: object, *, texts: bool = False) -> str:
-    """Return ``value`` in the syntax of Hydra's overrides, with ``texts`` as text even if it is a number."""
+def hydra_value(value: object, *, texts: bool = False, fields: Collection[str] = ()) -> str:
+    """Return ``value`` in the syntax of Hydra's overrides, with ``texts`` as text even if it is a number.
+
+    In mappings, only the values of the keys ``fields`` are texts.
+    """
     if value is None or (isinstance(value, bool) and not texts):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {hydra_value(item)}' for key, item in value.items())}}}"
+        pairs = (f"{key}: {hydra_value(item, texts=key in fields)}" for key, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, list | tuple):
-        return f"[{','.join(hydra_value(item, texts=texts) for item in value)}]"
+        return f"[{','.join(hydra_value(item, texts=texts, fields=fields) for item in value)}]"
     text = str(value)
     # As Python does, Hydra ignores underscores in numbers.
     is_number = (texts or "_" in text) and re.fullmatch(r"[+-]?[\d_.]+([eE][+-]?[\d_]+)?", text)
     is_word = texts and re.fullmatch(r"[+-]?(nan|inf)|true|false|null", text, re.IGNORECASE)
-    if re.fullmatch(r"[\w./:~+-]+|\[[\w,]*\]", text, re.ASCII) and not (is_number or is_word):
+    unquoted = r"[\w./:+-]+" if texts else r"[\w./:~+-]+|\[[\w,]*\]"
+    if re.fullmatch(unquoted, text, re.ASCII) and not (is_number or is_word):
         return text
     # Hydra reads a backslash as it is, except before a quote.
     return "'" + re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'") + "'"

@@ -711,6 +711,15 @@ ALPACA = f"{AX}datasets: [{{path: a.jsonl, type: alpaca}}]\n"
         ),
         (
             "llamafactory",
+            LF.format("sft") + "disable_gradient_checkpointing: true\nuse_unsloth_gc: true",
+            {
+                "parallelism.activation_offloading": False,
+                "parallelism.activation_checkpointing": "none",
+            },
+            "use_unsloth_gc: disable_gradient_checkpointing turns it off",
+        ),
+        (
+            "llamafactory",
             LF.format("sft") + "use_muon: true\nuse_unsloth: false\nuse_galore: true",
             {"optimizer._target_": "components.optimizers.Muon"},
             "No equivalent here:\n#   use_galore=True",
@@ -803,13 +812,31 @@ ALPACA = f"{AX}datasets: [{{path: a.jsonl, type: alpaca}}]\n"
         ),
         (
             "axolotl",
-            f"{ALPACA}wandb_project: 7\nwandb_entity: null\nrevision_of_model: 1e10\ntokens: [1_0, 'NaN', a]",
+            f"{ALPACA}wandb_project: 7\nwandb_entity: null\nrevision_of_model: 1e10\n"
+            "tokens: [1_0, NaN, '[a]']",
             {
                 "logger.wandb.project": "7",
                 "model.revision": "1e10",
-                "model.add_tokens": ["10", "NaN", "a"],
+                "model.add_tokens": ["10", "NaN", "[a]"],
                 "optimizer.lr": 1e-3,
             },
+            "",
+        ),
+        (
+            "axolotl",
+            f"{AX}datasets: [{{path: org/a, name: 2024, split: 1e3, type: completion}}, {{path: b.txt}}]",
+            {
+                "data.sources": [
+                    {"path": "hub:org/a", "format": "text", "split": "1e3", "subset": "2024"},
+                    {"path": "b.txt"},
+                ],
+            },
+            "",
+        ),
+        (
+            "axolotl",
+            f"{AX}datasets: [{{path: org/a, split: 2024, revision: '7', type: completion}}]",
+            {"data.split": "2024", "data.revision": "7"},
             "",
         ),
         (

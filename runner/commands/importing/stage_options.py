@@ -142,6 +142,8 @@ def choose_model(work: Translation) -> None:
         )
     if work.left.get("gradient_checkpointing") in ("offload", "offload_disk"):
         work.words["parallelism.activation_offloading"] = True
+    if work.left.get("disable_gradient_checkpointing"):
+        work.skip("use_unsloth_gc", "disable_gradient_checkpointing turns it off")
 
 
 def choose_saved_adapter(work: Translation) -> None:
