@@ -65,7 +65,7 @@ def begun_by_this_job(runs: Path, command: Sequence[str], environ: Mapping[str, 
     Raises:
         ConfigError: if RUNNER_MAX_REQUEUES, which is set for jobs that are one run, is not a number.
     """
-    job, requeues = job_facts(environ), env_number(environ, MAX_REQUEUES, 0, range(10**6))
+    job, requeues = job_facts(environ), env_number(environ, MAX_REQUEUES, 0, range(2**31))
     if job is None or not job.restarts or not requeues:
         return None
     folders = [path.parent for path in runs.glob("*/run.json") if is_run_folder(path.parent)]

@@ -57,7 +57,7 @@ def queue_again(environ: Mapping[str, str]) -> bool:
         ConfigError: if RUNNER_MAX_REQUEUES is not a number.
     """
     job, place = job_facts(environ), RankInfo.read(environ)
-    allowed = env_number(environ, MAX_REQUEUES, 0, range(10**6))
+    allowed = env_number(environ, MAX_REQUEUES, 0, range(2**31))
     if job is None or not allowed:
         return False
     if place.rank != 0:

@@ -154,6 +154,7 @@ def test_the_folder_of_an_earlier_start(tmp_path: Path) -> None:
         facts = {"command": words, "slurm": None if job is None else {"job": job, "restarts": 0}}
         (tmp_path / name / "run.json").write_text(json.dumps(facts))
     assert begun_by_this_job(tmp_path, command, again) == tmp_path / ours
+    assert begun_by_this_job(tmp_path, command, again | {slurm_env.MAX_REQUEUES: str(10**6)}) is not None
     assert begun_by_this_job(tmp_path, command, ARRAY) is None
     assert begun_by_this_job(tmp_path, command, {}) is None
     for number in ("often", "²"):
