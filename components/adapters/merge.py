@@ -38,6 +38,8 @@ def merge_adapter(
     try:
         spec.folder()
     except ConfigError as error:
+        if base is not None:
+            raise ConfigError(f"base={base}: cannot be read ({error})") from error
         raise ConfigError(
             f"adapter={adapter}: its base model cannot be read ({error}) Give base=DIR, or correct {BASE} in "
             f"its {CONFIG}."

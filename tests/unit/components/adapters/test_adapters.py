@@ -264,6 +264,8 @@ def test_a_merge_names_the_base_model_that_is_missing(folder: Path, tmp_path: Pa
     message = r"^adapter=.*base model cannot be read \(.*gone.*\) Give base=DIR, or correct base_model_name"
     with pytest.raises(ConfigError, match=message):
         merge_adapter(str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    with pytest.raises(ConfigError, match=r"^base=/nope: cannot be read \(.*no such folder.*\)$"):
+        merge_adapter(str(tmp_path / "adapter"), str(tmp_path / "merged"), base="/nope")
 
 
 @pytest.mark.parametrize("changes", [{"target_modules": "mlp"}, {"modules_to_save": ("lm_head",)}], ids=str)
