@@ -1,4 +1,4 @@
-"""Values of small integer tensors on a fake device: boundaries, positions and counts are real."""
+"""Values of small tensors on a fake device: boundaries, positions, counts and chosen experts are real."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +32,10 @@ class UnknownValueError(Exception):
 
 
 class HostValues:
-    """Values of fake integer and boolean tensors of at most ``MAX_NUMEL`` elements, as real host tensors."""
+    """Values of fake tensors of at most ``MAX_NUMEL`` elements, as real host tensors.
+
+    These are integers and booleans, and the floating-point results of the operators ``FLOATS``.
+    """
 
     def __init__(self) -> None:
         self._stale: set[int] = set()
@@ -78,9 +81,9 @@ class HostValues:
             for result, values in self._results(func, args, kwargs, results):
                 result.host_values = values  # type: ignore[attr-defined]
         except UnknownValueError:
-            self._mark_written(func, args)
+            self._mark_written(func, args, kwargs)
         except (RuntimeError, IndexError, TypeError, NotImplementedError) as error:
-            self._mark_written(func, args)
+            self._mark_written(func, args, kwargs)
             self.failures[str(func)] = f"{type(error).__name__}: {str(error)[:80]}"
 
     def _results(
@@ -131,12 +134,14 @@ class HostValues:
             return torch.device("cpu")
         return self.of(value) if isinstance(value, Tensor) else value
 
-    def _mark_written(self, func: OpOverload, args: Arguments) -> None:
+    def _mark_written(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> None:
         if not func._schema.is_mutable:
             return
-        for value, argument in zip(args, func._schema.arguments, strict=False):
+        names = (argument.name for argument in func._schema.arguments)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for argument in func._schema.arguments:
             if argument.is_write:
-                for tensor in tensors_of((value,)):
+                for tensor in tensors_of((given.get(argument.name),)):
                     if isinstance(tensor, FakeTensor):
                         self._stale.add(tensor.untyped_storage()._cdata)
 

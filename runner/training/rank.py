@@ -427,7 +427,7 @@ def build_hooks(
 
 
 def unlogged_run(experiment: Experiment, folder: Path, engine: Engine) -> HookRun:
-    """Return the ``HookRun`` of a proof or a rehearsal, through which hooks log nothing."""
+    """Return a ``HookRun`` at step 0, through which hooks log nothing, as in a proof or a rehearsal."""
     return HookRun(
         folder=folder,
         is_main=RankInfo.read().rank == 0,

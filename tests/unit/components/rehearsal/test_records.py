@@ -168,3 +168,10 @@ def test_tokens_of_an_expert_are_chosen_by_weight() -> None:
     assert values.of(room).T.tolist() == [[0, 1], [2, 3]]
     follow(aten.add_.Tensor, weights, scores)
     assert values.known(weights) is None
+
+
+def test_values_under_a_result_without_known_values_are_lost() -> None:
+    values, target = HostValues(), on_gpu(4, dtype=torch.int64)
+    values.set(target, torch.arange(4))
+    values.follow(aten.neg.out, (on_gpu(4, dtype=torch.int64),), {"out": target}, target)
+    assert values.known(target) is None
