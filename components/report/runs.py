@@ -48,6 +48,7 @@ class ShownFacts:
     results: ShownResults | None = None
     versions: Json = field(default_factory=dict)
     mfu_peak: str | None = None
+    resumed_from: str | None = None
 
 
 FORECAST = "forecast"
@@ -200,7 +201,9 @@ def read_run(entry: Entry, points: int) -> RunPage:
     last = {path.parent: path for path in sorted(folder.glob("completions/**/step_*.jsonl"))}
     names = [str(path.relative_to(folder)) for path in last.values()]
     run.completions = {name: part(name, read_completions) or [] for name in names}
-    resumed = run.facts.get("resumed_from") is not None
+    point = run.facts.get("resumed_from")
+    # A restart in the run's own folder continues metrics.jsonl.
+    resumed = point is not None and Path(point).parent.parent.resolve() != folder.resolve()
     run.curves = part("metrics.jsonl", partial(read_curves, count=points, resumed=resumed)) or {}
     if run.facts.get("mfu_peak") is None:
         run.curves.pop("perf/mfu", None)

@@ -360,12 +360,21 @@ def test_seconds_of_training_are_sums_of_step_times(tmp_path: Path) -> None:
     assert found.means.tolist() == pytest.approx([2, 3, 6])
 
 
-@pytest.mark.parametrize(("facts", "seconds"), [({}, 7.0), ({"resumed_from": "/a/step_00000003"}, 4.0)])
+@pytest.mark.parametrize(
+    ("point", "seconds"),
+    [
+        (None, 7.0),
+        ("/a/checkpoints/step_00000003", 4.0),
+        ("{folder}/a/checkpoints/step_00000005", 7.0),
+    ],
+    ids=["new", "of another run", "of the same run"],
+)
 def test_the_first_row_of_a_run_that_did_not_resume_stands_for_all_steps(
-    tmp_path: Path, facts: dict[str, str], seconds: float
+    tmp_path: Path, point: str | None, seconds: float
 ) -> None:
     """The last row may stand for fewer steps than the first."""
-    run = finished(tmp_path / "a", lr=1.0, **facts)
+    place = {} if point is None else {"resumed_from": point.format(folder=tmp_path)}
+    run = finished(tmp_path / "a", lr=1.0, **place)
     write_rows(run / "metrics.jsonl", *({"step": step, "perf/step_ms": 1000.0} for step in (5, 7)))
     (page,) = write_page("t", [Entry(0, run)], tmp_path / "page.html")
     assert page.curves["train/seconds"].last == seconds
