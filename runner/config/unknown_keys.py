@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise, product
+from shlex import quote
 
 import yaml
 
@@ -68,18 +69,22 @@ def counterpart(word: str, value: str = "") -> str | None:
     name = last_name(word)
     for tool, options in dictionary().items():
         if name in options:
-            row = options[name]
-            ours, answer = setting(row, value), answers_to(row.here).get(value.lower())
-            if ours or answer:
-                return f"{f'use {ours}' if ours else answer} for {tool}'s {name}={value}."
-            return f"use {row.here}{f' ({row.remark})' if row.remark else ''} for {tool}'s {name}."
+            if answer := answer_of(row := options[name], value):
+                return f"for {tool}'s {name}={value}, {answer}."
+            return f"use {row.here}{remark_of(row)} for {tool}'s {name}."
     return None
 
 
-def setting(row: Counterpart, value: str) -> str | None:
-    """Return KEY=VALUE for another tool's ``value``. None means that no value here is equivalent to it."""
+def answer_of(row: Counterpart, value: str) -> str | None:
+    """Return what to use for another tool's ``value``. None means that nothing here is known for it."""
+    if answer := answers_to(row.here).get(value.lower()):
+        return answer
     ours = (row.values or {}).get(value.lower())
-    return None if ours is None else f"{row.here}={hydra_value(ours)}"
+    return None if ours is None else f"use {quote(f'{row.here}={hydra_value(ours)}')}{remark_of(row)}"
+
+
+def remark_of(row: Counterpart) -> str:
+    return f" ({row.remark})" if row.remark else ""
 
 
 def answers_to(key: str) -> dict[str, str]:
@@ -124,8 +129,8 @@ def translations(given: Mapping[str, str]) -> str:
     """
     tables = dictionary().values()
     rows = {word: next((rows[word] for rows in tables if word in rows), Counterpart("")) for word in given}
-    found = {word: setting(row, given[word]) or row.here for word, row in rows.items()}
-    listed = ", ".join(f"{word} ({here})" for word, here in found.items() if here)
+    found = {word: answer_of(row, given[word]) or f"use {row.here}" for word, row in rows.items() if row.here}
+    listed = ", ".join(f"{word} ({answer.removeprefix('use ')})" for word, answer in found.items())
     return f"\nAlso {listed}; python -m runner.import_config translates a whole file." if listed else ""
 
 

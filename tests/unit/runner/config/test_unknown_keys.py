@@ -72,13 +72,22 @@ def test_an_option_on_the_command_line_is_answered_in_two_lines(
         ("--tensor-model-parallel-size", "use parallelism.tp for Megatron-LM's tensor_model_parallel_size."),
         ("sequence_len", "use data.max_length for axolotl's sequence_len."),
         ("optimizer.weight_decai", None),
-        ("quantization_bit=4", "use adapter=qlora for LLaMA-Factory's quantization_bit=4."),
-        ("lora_target=all", "use adapter.target_modules=all-linear for LLaMA-Factory's lora_target=all."),
+        (
+            "lora_target=all",
+            "for LLaMA-Factory's lora_target=all, use adapter.target_modules=all-linear (or a list).",
+        ),
         (
             "assistant_only_loss=True",
-            "use data.train_on_prompt=false for TRL and HF Trainer's assistant_only_loss=True.",
+            "for TRL and HF Trainer's assistant_only_loss=True, use data.train_on_prompt=false "
+            "(only the answers are trained by default).",
         ),
-        ("loss_type=orpo", "use stage=orpo for TRL and HF Trainer's loss_type=orpo."),
+        ("loss_type=orpo", "for TRL and HF Trainer's loss_type=orpo, use stage=orpo."),
+        ("rl=ipo", "for axolotl's rl=ipo, use stage=dpo stage.loss=ipo."),
+        (
+            "enable_thinking=true",
+            "for LLaMA-Factory's enable_thinking=true, "
+            "use 'data.chat_template_kwargs={enable_thinking: true}'.",
+        ),
         ("train_on_inputs=false", "use data.train_on_prompt for axolotl's train_on_inputs."),
     ],
 )
@@ -166,7 +175,7 @@ def test_long_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--lora_rank: options are KEY=VALUE.* use adapter.r "):
         check_long_options(["stage=sft", "--lora_rank=8"])
     for words in (["--quantization_bit=4"], ["--quantization_bit", "4"]):
-        with pytest.raises(ConfigError, match="use adapter=qlora for"):
+        with pytest.raises(ConfigError, match="quantization_bit=4, use adapter=qlora "):
             check_long_options(words)
     check_long_options(["--cfg", "job", "--multirun", "optimizer.lr=1e-3"])
 
