@@ -99,7 +99,8 @@ def pipeline_volumes(
     """Estimate what a stage sends to the others, for hidden states of ``num_bytes``.
 
     The last chunk of the model sends no hidden states, and the first chunk no gradients. The first and the
-    last stage add up the gradients of the embedding that both have.
+    last stage add up the gradients of the embedding that both have. Without ``step.stage``, the result is
+    that of the stage that sends most in all.
     """
     last = layout.pp - 1
 
@@ -107,11 +108,13 @@ def pipeline_volumes(
         forward = layout.vpp - (stage == last)
         return (1 + step.forward_passes) * forward + layout.vpp - (stage == 0)
 
-    stage = max(range(layout.pp), key=sends) if step.stage is None else step.stage
-    yield CommVolume("pp", sends(stage) * num_bytes, when="exposed")
-    if step.stage in (None, 0, last):
-        shared = all_reduce_bytes(size.shared_by_stages / layout.tp * FP32, 2)
-        yield CommVolume("pp", shared, when="at_end")
+    shared = all_reduce_bytes(size.shared_by_stages / layout.tp * FP32, 2)
+    stages = range(layout.pp) if step.stage is None else [step.stage]
+    exposed, at_end = max(
+        ((sends(stage) * num_bytes, shared * (stage in (0, last))) for stage in stages), key=sum
+    )
+    yield CommVolume("pp", exposed, when="exposed")
+    yield CommVolume("pp", at_end, when="at_end")
 
 
 def expert_volumes(

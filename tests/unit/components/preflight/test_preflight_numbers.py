@@ -226,8 +226,10 @@ def test_what_megatron_sends() -> None:
     assert sent(megatron(dp=4), 4) == {"dp": 2 * 0.75 * 800 * 4}
     sharded = megatron(dp=4, distributed_optimizer=True)
     assert sent(sharded, 4) == {"dp": 0.75 * 800 * 4 + 0.75 * 800 * 2}
-    shared = sent(megatron(pp=3), 3, size=replace(SIZE, shared_by_stages=100))
-    assert shared["pp"] == 2 * 512 * 64 * 2 + 100 * 4  # and the gradient of the embedding, on two ranks
+    # A stage between others sends hidden states and gradients. An end sends one of them, and the gradient of
+    # the embedding, on two ranks.
+    for shared, most in ((100, 2 * 512 * 64 * 2), (10**6, 512 * 64 * 2 + 10**6 * 4)):
+        assert sent(megatron(pp=3), 3, size=replace(SIZE, shared_by_stages=shared))["pp"] == most
     piped = sent(megatron(tp=2, pp=3, vpp=2), 6)
     assert piped["tp"] == (2 * 8 + 2 / 3) * 0.5 * 512 * 64 * 2  # two layers per stage
     assert piped["pp"] == 2 * 2 * 512 * 64 * 2  # two chunks, activations and gradients
