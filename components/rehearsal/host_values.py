@@ -16,7 +16,10 @@ Arguments = Sequence[Any]
 Keywords = Mapping[str, Any]
 """The keyword arguments of an operator."""
 
-MAX_NUMEL = 2**20
+MAX_NUMEL = 2**23
+"""Maximum number of elements whose values are followed: the tokens of a micro-batch times the experts."""
+MAX_COPIED = 2**20
+"""The same for copies of floats, since moments of optimizers are copied too, and their copies take memory."""
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool})
 FILLED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
 """Operators whose result has known values, whatever the values of their first argument."""
@@ -90,7 +93,8 @@ class HostValues:
         self, func: OpOverload, args: Arguments, kwargs: Keywords, results: Sequence[FakeTensor]
     ) -> list[tuple[FakeTensor, Tensor]]:
         name = func._schema.name.removeprefix("aten::")
-        if any(result.numel() > MAX_NUMEL for result in results):
+        copied = name == "_to_copy" and results[0].dtype not in INTEGERS
+        if any(result.numel() > (MAX_COPIED if copied else MAX_NUMEL) for result in results):
             raise UnknownValueError
         if name == "topk" and args[0].dtype not in INTEGERS and self.known(args[0]) is None:
             return [(results[-1], balanced_choices(results[-1], *args))]

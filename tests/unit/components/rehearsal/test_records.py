@@ -168,6 +168,10 @@ def test_tokens_of_an_expert_are_chosen_by_weight() -> None:
     assert values.of(room).T.tolist() == [[0, 1], [2, 3]]
     follow(aten.add_.Tensor, weights, scores)
     assert values.known(weights) is None
+    many = follow(aten.zeros_like.default, on_gpu(2**14, 128))
+    mask = follow(aten.scatter.value, many, 1, follow(aten.topk.default, many, 1)[1], 1)
+    assert values.of(mask).sum() == 2**14
+    assert values.known(follow(aten._to_copy.default, mask)) is None  # may be moments of an optimizer
 
 
 def test_values_under_a_result_without_known_values_are_lost() -> None:
