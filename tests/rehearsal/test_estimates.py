@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, PreTrainedConfig, Starcoder2Config
+from transformers import ArceeConfig, GPT2Config, PreTrainedConfig, Starcoder2Config
 
 from tests.rehearsal.rehearsed import GIB, Rehearsed, rehearsed
 from tests.rehearsal.test_layouts import check
@@ -503,7 +503,7 @@ def test_the_estimate_is_the_peak(name: str, tmp_path: Path) -> None:
         assert found.peak < 24 * GIB
 
 
-@pytest.mark.parametrize("family", [GPT2Config, Starcoder2Config])
+@pytest.mark.parametrize("family", [ArceeConfig, GPT2Config, Starcoder2Config])
 def test_the_estimate_of_an_mlp_without_a_gate(family: type[PreTrainedConfig], tmp_path: Path) -> None:
     sizes = {"hidden_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 16, "vocab_size": 8192}
     family(**sizes, max_position_embeddings=2048, bos_token_id=0, eos_token_id=0).save_pretrained(

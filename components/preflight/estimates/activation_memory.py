@@ -15,7 +15,7 @@ key-value width K and MLP width I:
                                 norms, and L inputs of the next matrix. If one kernel computes all sequences,
                                 it saves values and results that are padded to the width of keys
     MLP                         gate, its activation, up, and the product of these: 4I; or, without a gate, up
-                                and its activation: 2I
+                                and its activation: 2I, unless this is several operators
     experts                     see ``moe_activations``
 
 Compiled blocks and the kernels of liger and transformer-engine save less. Memory of allocators and libraries
@@ -102,9 +102,9 @@ class MlpActivations:
     of ``kept``, and the size of these gradients as a multiple of the matrices."""
 
 
-def ungated_mlp(intermediate: int) -> MlpActivations:
-    """Return the widths of a dense MLP without a gate: the activation's gradient exists before up's."""
-    return MlpActivations(2 * intermediate, intermediate, 2 * intermediate)
+def ungated_mlp(intermediate: int, kept: int, gradients: int) -> MlpActivations:
+    """Return the widths of a dense MLP without a gate, for the numbers of tensors of its activation."""
+    return MlpActivations(kept * intermediate, gradients * intermediate, min(max(kept, 2), 3) * intermediate)
 
 
 def mlp_activations(intermediate: int, kept: int = 4) -> MlpActivations:

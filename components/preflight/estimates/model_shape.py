@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from components.adapters import LoRA
 from components.adapters.lora_config import A
-from components.engines.fsdp2.parallelize import block_prefixes
+from components.engines.fsdp2.parallelize import decoder_blocks
 from components.models.experts import EXPERT_PARAM, moe_blocks
 from components.preflight.estimates.activation_memory import (
     MlpActivations,
@@ -25,25 +25,44 @@ SAME_INPUT = {
     **dict.fromkeys(("gate_proj", "up_proj"), "mlp"),
 }
 """Linear layers of a block -> a word that is the same for those with the same input."""
-OF_HEADS = ("q_norm", "k_norm")
-ONE_OPERATOR = ("gelu", "gelu_pytorch_tanh", "relu", "silu")
-"""Activations that are one operator, which saves only its input."""
+OF_HEADS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+TENSORS_OF_ACTIVATION = {
+    **dict.fromkeys(("relu", "sigmoid", "tanh"), (1, 2)),
+    **dict.fromkeys(("gelu", "gelu_pytorch_tanh", "silu", "swish", "mish"), (2, 1)),
+    **dict.fromkeys(("relu6", "leaky_relu", "hardswish"), (2, 1)),
+    "relu2": (2, 3),
+    "quick_gelu": (3, 2),
+    "gelu_new": (5, 2),
+    "gelu_fast": (8, 2),
+}
+"""Activation -> the numbers of tensors that an MLP without a gate saves, and that its backward pass adds.
+
+The saved ones are the inputs that the operators of the activation save, and its result, the input of the next
+matrix. ``relu`` saves only its result.
+"""
+
+
+def text_block(model: PreTrainedModel) -> nn.Module:
+    """Return the first decoder block of the language model, also if the model has an image encoder."""
+    return decoder_blocks(model.get_decoder())[0]
+
+
+def is_layer_norm(module: nn.Module, model: PreTrainedModel) -> bool:
+    """Return whether a module is torch's own norm over the hidden size, and not over that of a head."""
+    hidden = (model.config.get_text_config().hidden_size,)
+    return isinstance(module, nn.LayerNorm) and module.normalized_shape == hidden
 
 
 def has_layer_norms(model: PreTrainedModel) -> bool:
     """Return whether norms are those of torch, one operator each, which saves its input itself."""
-    last = block_prefixes(model)[-1]
-    found = (module for name, module in model.named_modules() if name.startswith(last))
-    return any(isinstance(module, nn.LayerNorm) for module in found)
+    return any(is_layer_norm(module, model) for module in text_block(model).modules())
 
 
 @lru_cache(maxsize=8)
 def norms_of_a_block(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the norms in the first block, without the names of the modules that hold them."""
-    modules = (
-        (name, module) for name, module in model.named_modules() if re.search(r"\.(layers|h)\.0\.", name)
-    )
-    found = (name for name, module in modules if name.endswith("norm") or isinstance(module, nn.LayerNorm))
+    modules = text_block(model).named_modules()
+    found = (name for name, module in modules if name.endswith("norm") or is_layer_norm(module, model))
     return tuple(name.rpartition(".")[2] for name in found)
 
 
@@ -95,15 +114,15 @@ def intermediate_size(config: PreTrainedConfig) -> int:
 def dense_mlp(model: PreTrainedModel, tp: int) -> MlpActivations:
     """Return the widths of a dense MLP that ``tp`` ranks split. Without a gate, two matrices have its width.
 
-    Some activations, such as the ``gelu_new`` of GPT-2, are several operators, which save five tensors.
+    Where the activation is not known, it counts as two operators that save their inputs: four tensors.
     """
-    text, first = model.config.get_text_config(), block_prefixes(model)[0]
+    text = model.config.get_text_config()
     width = intermediate_size(text)
-    shapes = [weight.shape for name, weight in model.named_parameters() if name.startswith(first)]
+    shapes = [weight.shape for weight in text_block(model).parameters()]
     if sum(width in shape for shape in shapes if len(shape) == 2) != 2:
         return mlp_activations(width // tp)
     activation = getattr(text, "hidden_act", None) or getattr(text, "activation_function", None)
-    return ungated_mlp(width // tp) if activation in ONE_OPERATOR else mlp_activations(width // tp, kept=5)
+    return ungated_mlp(width // tp, *TENSORS_OF_ACTIVATION.get(str(activation), (4, 2)))
 
 
 def dropout_bytes(

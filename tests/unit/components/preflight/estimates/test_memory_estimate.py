@@ -5,13 +5,28 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig, Qwen3Config
+from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    MistralConfig,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen3Config,
+)
 
 from components.engines.megatron import pipeline_split
 from components.engines.shared.sdpa import additive_mask, packed_sdpa
 from components.preflight.engine_layouts import EngineLayout, memory
 from components.preflight.estimates import activation_memory
 from components.preflight.estimates.activation_memory import RunShape, head_activations, mask_bytes
+from components.preflight.estimates.model_shape import (
+    dense_mlp,
+    has_layer_norms,
+    norms_heads,
+    norms_of_hidden,
+)
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
@@ -278,3 +293,19 @@ def test_the_head_is_copied_where_products_are_in_fp32(monkeypatch: pytest.Monke
     converted, plain = found
     assert converted == plain | {"converted": 4 * 5 * 7}
     assert plain["converted"] == 0
+
+
+def test_the_shape_of_a_model_is_that_of_its_text_decoder() -> None:
+    """The image encoder of Gemma 3 has torch's norms and MLPs without a gate; Phi's heads have such norms."""
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    texts = {**small, "num_key_value_heads": 2, "head_dim": 32}
+    with torch.device("meta"):
+        gemma = Gemma3ForConditionalGeneration(Gemma3Config(text_config=texts, vision_config=small))
+        phi = PhiForCausalLM(PhiConfig(**small, qk_layernorm=True))
+        arcee = {
+            name: ArceeForCausalLM(ArceeConfig(**small, hidden_act=name)) for name in ("relu2", "gelu_10")
+        }
+    assert (norms_of_hidden(gemma), norms_heads(gemma), has_layer_norms(gemma)) == (4, True, False)
+    assert dense_mlp(gemma, 1).kept == 4 * 128
+    assert (norms_of_hidden(phi), norms_heads(phi), has_layer_norms(phi)) == (1, True, True)
+    assert [dense_mlp(model, 1).kept for model in arcee.values()] == [2 * 128, 4 * 128]
