@@ -90,7 +90,6 @@ READ_IF: tuple[tuple[str, Callable[[Experiment], object], str], ...] = (
         lambda e: not (e.run.final_sample_tokens and e.model.scalar_head),  # 0 is off
         "a stage that trains a language model",
     ),
-    ("run.final_sample_tokens", lambda e: e.run.export or not e.run.final_sample_tokens, "run.export=true"),
     ("parallelism.fp8_recipe parallelism.fp8_all_gather", lambda e: e.run.dtype == "fp8", "run.dtype=fp8"),
     ("parallelism.default_dp", lambda e: getattr(e.parallelism, "dp", None) is None, "parallelism.dp=null"),
 )

@@ -653,10 +653,6 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "scalar head": (["+model.scalar_head=true"], ["model.scalar_head", "is set from stage"]),
     "frozen score": (["stage=rm", "model.freeze=[score.*]"], ["model.freeze", "score.weight, the head"]),
     "no score": (["stage=rm", "model.train_only=['*.mlp.*']"], ["model.train_only", "score.weight"]),
-    "completion without an export": (
-        ["run.export=false", "run.final_sample_tokens=8"],
-        ["run.final_sample_tokens", "run.export=true"],
-    ),
     "completion by scores": (["stage=rm", "run.final_sample_tokens=8"], ["run.final_sample_tokens"]),
     "further tokens of a score": (["stage=rm", "model.mtp.num_layers=1"], ["model.mtp.num_layers"]),
     "metric mode": (["checkpoint.keep_best_mode=best"], ["checkpoint.keep_best_mode", "min"]),
