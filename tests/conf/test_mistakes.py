@@ -497,7 +497,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "values of other tools": (
         ["packing=true", "lora_target=all"],
-        ["use data.packing=bfd for", "lora_target (adapter.target_modules=all-linear)"],
+        ["packing=true, use data.packing=bfd", "lora_target (adapter.target_modules=all-linear"],
     ),
     "data set of another tool": (
         ["data=alpaca_en_demo"],
