@@ -308,7 +308,7 @@ def test_missing_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read_records("trl-lib/Capybara")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    for path in ("data/train.jsonl", "here/foo.json.bz2", "./train", "../data"):
+    for path in ("data/train.jsonl", "here/foo.json.bz2", "./train", "../no_such_thing"):
         with pytest.raises(ConfigError, match=r"or prompts\.$"):
             read_records(path)
     with pytest.raises(ConfigError, match=r"prompts=~nobody-at-all/a\.json: there is no user"):
