@@ -217,15 +217,15 @@ class HubSource(RecordSource):
     def files(self, cache: Path) -> list[str]:  # noqa: ARG002
         if not self.streaming:
             return [self.dataset.fingerprint()]
-        folder = Path(self.dataset.repo)
-        if not folder.exists():
+        folder = self.dataset.local
+        if folder is None:
             return [str(self.dataset), self.dataset.version()]
         sizes = [f"{file.relative_to(folder)} {file.stat().st_size}" for file in data_files(folder)]
         return [str(replace(self.dataset, repo="")), *sizes]
 
     def version(self) -> list[str]:
-        folder = Path(self.dataset.repo)
-        return [str(folder.absolute()), self.dataset.version()] if folder.exists() else []
+        folder = self.dataset.local
+        return [] if folder is None else [str(folder.absolute()), self.dataset.version()]
 
 
 def own_options(function: Callable[..., object]) -> list[str]:

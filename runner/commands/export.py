@@ -82,7 +82,6 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
     """
     from components.adapters.merge import new_folder
     from components.checkpoint.dcp import saved_keys
-    from components.models.mtp import MTPConfig
     from runner.commands.trained_model import read_checkpoint
     from runner.training.rank import DTYPES
 
@@ -104,8 +103,6 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
         return trained.export_model(target, dtype or stored, mtp=given.get("mtp") != "false")
     if dtype is not None:
         raise ConfigError("dtype: an adapter is kept in fp32; leave it out, or use merge=true.")
-    if given.get("mtp") == "false":
-        trained = replace(trained, model=replace(trained.model, mtp=MTPConfig()))
     return trained.export_adapter(target, stored)
 
 

@@ -38,6 +38,12 @@ class HubDataset:
         part = "".join(f", {name}" for name in (self.subset, self.folder) if name is not None)
         return f"hub:{self.repo} ({self.split}{part})"
 
+    @property
+    def local(self) -> Path | None:
+        """The path if the data set is a folder or a file here, and not on the hub."""
+        path = Path(self.repo)
+        return path if path.exists() else None
+
     def fingerprint(self) -> str:
         """Return the fingerprint of the data set from ``datasets``, which changes with its content."""
         return str(self._load()._fingerprint)
@@ -88,7 +94,7 @@ class HubDataset:
         """
         import datasets  # takes half a second, and only this source needs it
 
-        if not Path(self.repo).exists():
+        if self.local is None:
             read_cache_without_network(self.repo)
         try:
             loaded = getattr(datasets, function)(

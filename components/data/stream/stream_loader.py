@@ -172,7 +172,7 @@ class StreamLoader:
 
     def _follow_skipping(self) -> None:
         """If the process has skipped more records, call ``beat``; rank 0 also logs their number."""
-        with suppress(DamagedFile):  # there is no file unless it skips records
+        with suppress(DamagedFile):  # the file exists only if records are skipped
             found = read_checked_json(self._folder / SKIPPED)
             if found == self._skipped:
                 return
