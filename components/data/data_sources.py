@@ -27,7 +27,7 @@ from components.data.records.record_files import (
     data_files,
     matching_files,
     read_records,
-    warn_of_others,
+    warn_of_unread_files,
 )
 from components.data.records.samples import Sample
 from components.data.store.token_store import digest, file_digest
@@ -112,9 +112,10 @@ class RecordSource(ABC):
 
     @abstractmethod
     def version(self) -> list[str]:
-        """Return strings that change with the place and the content and that ``files`` does not have.
+        """Return parts of the cache key of a stream that ``files`` omits, because they differ between copies.
 
-        They are part of the cache key of a stream, whose files are not read as a whole.
+        They are the path and the time of every file, or the path and a digest of a local data set. A data set
+        of the hub has none: ``files`` has its commit.
         """
 
     def items(self, kind: SampleKind) -> SourceItems:
@@ -181,7 +182,7 @@ class FileSource(RecordSource):
     def files(self, cache: Path) -> list[str]:
         path = Path(expand_home(self.option, self.path))
         found = matching_files(self.path)
-        warn_of_others(self.path)
+        warn_of_unread_files(self.path)
         # How a file of a pattern is read depends on its ending.
         endings = ["" if file == path else "".join(file.suffixes[-2:]) for file in found]
         names = [str(file.relative_to(path)) for file in found] if path.is_dir() else endings

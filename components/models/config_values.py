@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from components.contracts.errors import ConfigError
 from components.json_text import leaves
-from components.models.hf_config import INVALID, may_slide
+from components.models.hf_config import INVALID, reads_sliding_window
 
 UNBUILDABLE = (*INVALID, AssertionError, ImportError, IndexError, RuntimeError, ZeroDivisionError)
 """Exceptions of transformers and torch for models that they cannot build."""
@@ -34,7 +34,7 @@ def check_values(config: PreTrainedConfig, prefix: str) -> None:
         for pattern, holds, words in RANGES:
             if re.fullmatch(pattern, names.get(name, name)) and not holds(value):
                 raise ConfigError(f"{prefix}{name}: is {value}; use a value that is {words}.")
-    window = getattr(config, "sliding_window", None) if may_slide(config) else None
+    window = getattr(config, "sliding_window", None) if reads_sliding_window(config) else None
     if window is not None and window < 1:
         raise ConfigError(f"{prefix}sliding_window: is {window}; use 1 or more, or null for no window.")
     # torch takes a negative one for a token at the end of the vocabulary, and does not train its embedding.

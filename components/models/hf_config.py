@@ -144,7 +144,7 @@ def check_sliding(fields: Config, config: PreTrainedConfig) -> None:
 
     Some families have none without ``use_sliding_window``, whatever the other fields say.
     """
-    has_window = may_slide(config) and getattr(config, "sliding_window", None) is not None
+    has_window = reads_sliding_window(config) and getattr(config, "sliding_window", None) is not None
     asked = [key for key in ("sliding_window", "use_sliding_window") if fields.get(key)]
     if "sliding_attention" in (fields.get("layer_types") or ()):
         asked.append("layer_types")
@@ -156,10 +156,10 @@ def check_sliding(fields: Config, config: PreTrainedConfig) -> None:
         )
 
 
-def may_slide(config: PreTrainedConfig) -> bool:
-    """Return whether a layer of ``config`` has the ``sliding_window``, unless this is None.
+def reads_sliding_window(config: PreTrainedConfig) -> bool:
+    """Return whether the model of ``config`` has a layer that uses ``sliding_window`` if this is not None.
 
-    A file may have this field for a model that does not read it, such as a llama.
+    A config.json may contain the field although the model's class does not read it, as for llama.
     """
     is_read = "sliding_window" in {field.name for field in dataclasses.fields(config)}
     return is_read and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])

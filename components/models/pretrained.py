@@ -15,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
@@ -29,7 +31,6 @@ from components.models.weights import named_shapes, tied_names
 
 log = logging.getLogger(__name__)
 
-INDEX = "model.safetensors.index.json"
 STORED = ("F64", "F32", "F16", "BF16")
 """Types of safetensors that weights may have."""
 INTEGERS = ("BOOL", "U8", "I32", "I64")
@@ -148,7 +149,7 @@ def stored_names(folder: Path) -> dict[str, Path]:
         ConfigError: if the index is malformed, a file that it names is missing, or a single file is
             unreadable.
     """
-    if (whole := folder / "model.safetensors").is_file():
+    if (whole := folder / SAFE_WEIGHTS_NAME).is_file():
         return dict.fromkeys(open_file(whole).keys(), whole)
     if (folder / INDEX).is_file():
         try:

@@ -9,8 +9,7 @@ from pathlib import Path
 from components.checkpoint import is_run_folder, newest_valid, run_order
 from components.contracts.errors import ConfigError, NonRetryableError, TrainingError
 from components.preflight.checks import steps_done
-from components.rank_info import env_number
-from runner.launch.slurm_env import MAX_REQUEUES, job_facts
+from runner.launch.slurm_env import job_facts, max_requeues
 from runner.launch.spawn import run_workers
 from runner.logging_setup import log_to
 from runner.records.run_dir import reopen_run_folder
@@ -65,7 +64,7 @@ def begun_by_this_job(runs: Path, command: Sequence[str], environ: Mapping[str, 
     Raises:
         ConfigError: if RUNNER_MAX_REQUEUES, which is set for jobs that are one run, is not a number.
     """
-    job, requeues = job_facts(environ), env_number(environ, MAX_REQUEUES, 0, range(2**31))
+    job, requeues = job_facts(environ), max_requeues(environ)
     if job is None or not job.restarts or not requeues:
         return None
     folders = [path.parent for path in runs.glob("*/run.json") if is_run_folder(path.parent)]

@@ -48,6 +48,15 @@ def job_facts(environ: Mapping[str, str]) -> JobFacts | None:
     return JobFacts(name, restarts=env_number(environ, "SLURM_RESTART_COUNT", 0, range(10**6)))
 
 
+def max_requeues(environ: Mapping[str, str]) -> int:
+    """Return how often this job may be requeued; 0 means never.
+
+    Raises:
+        ConfigError: if RUNNER_MAX_REQUEUES is not a number.
+    """
+    return env_number(environ, MAX_REQUEUES, 0, range(2**31))
+
+
 def queue_again(environ: Mapping[str, str]) -> bool:
     """Requeue this SLURM job if RUNNER_MAX_REQUEUES allows it; return whether SLURM will restart it.
 
@@ -56,8 +65,7 @@ def queue_again(environ: Mapping[str, str]) -> bool:
     Raises:
         ConfigError: if RUNNER_MAX_REQUEUES is not a number.
     """
-    job, place = job_facts(environ), RankInfo.read(environ)
-    allowed = env_number(environ, MAX_REQUEUES, 0, range(2**31))
+    job, allowed, place = job_facts(environ), max_requeues(environ), RankInfo.read(environ)
     if job is None or not allowed:
         return False
     if place.rank != 0:

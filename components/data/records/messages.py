@@ -156,7 +156,7 @@ def read_message(raw: object, where: str, origin: str) -> Message:
 
 
 def _is_trained(raw: Message, role: str, where: str, origin: str) -> bool:
-    given = flags(raw)
+    given = training_flags(raw)
     if not given:
         return True
     flag = given[0]
@@ -169,10 +169,10 @@ def _is_trained(raw: Message, role: str, where: str, origin: str) -> bool:
     return bool(raw[flag])
 
 
-def flags(raw: Mapping[str, object]) -> list[str]:
+def training_flags(raw: Mapping[str, object]) -> list[str]:
     """Return the keys of a message, or of a part of one, that say whether it is trained on.
 
-    A ``loss`` that is another number than 0 and 1 is not among them: it is a measured one.
+    A number in ``loss`` other than 0 and 1 is a measured loss, not a flag.
     """
     given = [key for key in _FLAGS if raw.get(key) is not None]
     loss = raw.get("loss")
@@ -211,7 +211,7 @@ def _parts(parts: list[object], where: str, origin: str) -> Message:
                 fail(origin, f"{where} has a part of type {kind!r}, and only text can be trained on", remedy)
             fail(origin, f"{where} has a part that is not text", "Only text can be trained on; remove it.")
         assert isinstance(part, dict)
-        if flags(part):
+        if training_flags(part):
             fail(origin, f"{where} marks a part of its content", "Set 'train' or 'weight' on the whole turn.")
         found[kind].append(text)
     message: Message = {"content": "".join(found["text"])}

@@ -211,24 +211,25 @@ def _read_folder(folder: Path, reading: Reading) -> Iterator[Item]:
         yield from _not_empty(_read_file(file, reading), file)
 
 
-def warn_of_others(path: str) -> None:
+def warn_of_unread_files(path: str) -> None:
     """Log how many files of the folders that ``path`` names are left out, because no reader can read them."""
     for folder in filter(Path.is_dir, _matches(path)):
-        others = [file for file in _visible(folder) if _ending(file) not in _READERS and not _is_note(file)]
-        if others and not _is_saved_dataset(folder):
-            _warn_of_others(folder, len(others), others[0])
+        if not _is_saved_dataset(folder):
+            unread = [file for file in _visible(folder) if _ending(file) not in _READERS]
+            if others := [file for file in unread if not _is_readme_or_license(file)]:
+                _log_unread(folder, len(others), others[0])
 
 
 def _visible(folder: Path) -> list[Path]:
     return sorted(path for path in _below(folder) if not _is_hidden(path.relative_to(folder)))
 
 
-def _is_note(path: Path) -> bool:
+def _is_readme_or_license(path: Path) -> bool:
     return path.name.upper().startswith(("README", "LICENSE"))
 
 
 @cache  # a folder may be read many times
-def _warn_of_others(folder: Path, number: int, first: Path) -> None:
+def _log_unread(folder: Path, number: int, first: Path) -> None:
     log.warning("%s: files left out that are not of %s: %d, such as %s", folder, _EXTENSIONS, number, first)
 
 

@@ -7,7 +7,7 @@ from components.data.records.messages import (
     REASONING_KEYS,
     begins_with_system,
     ends_without_an_answer,
-    flags,
+    training_flags,
 )
 from components.data.records.options import Format, RecordError, RecordOptions
 
@@ -170,7 +170,7 @@ def _unread_keys(value: object) -> Iterator[str]:
     for message in value if isinstance(value, list) else [value]:
         if isinstance(message, dict):
             displaced = {other for name, other in _TWINS if message.get(name) is not None}
-            read = {*_MESSAGE_KEYS, *flags(message)} - displaced
+            read = {*_MESSAGE_KEYS, *training_flags(message)} - displaced
             for key, content in message.items():
                 if key not in read and content not in _EMPTY:
                     yield str(key)

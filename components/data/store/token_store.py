@@ -39,7 +39,7 @@ _BAD = "bad_records"
 """Name of the file in a token store that has a line of JSON for each ``BadRecord``."""
 _MEMO_BYTES = 2**26  # digests of larger files are cached by size and time
 _SAVE_S = 10.0  # seconds of tokenising that a kill may cost
-_LASTING = (BadGzipFile, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_PERMANENT = (BadGzipFile, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 class TokenSequences(Protocol):
@@ -209,15 +209,19 @@ class WorkerLost(ConfigError):
     """A process that tokenises has died. The tokens written so far are kept for the next start."""
 
 
-def may_pass(error: BaseException) -> bool:
-    """Return whether the same work may succeed later: a disk, the network, a process or memory failed."""
-    return isinstance(error, MemoryError | WorkerLost) or _may_pass(error) or _may_pass(error.__cause__)
+def is_transient(error: BaseException) -> bool:
+    """Return whether ``error`` may not recur: a disk, the network, a worker process or memory failed."""
+    return (
+        isinstance(error, MemoryError | WorkerLost)
+        or _is_transient_io(error)
+        or _is_transient_io(error.__cause__)
+    )
 
 
-def _may_pass(error: BaseException | None) -> bool:
+def _is_transient_io(error: BaseException | None) -> bool:
     # pyarrow raises a plain OSError without a number for a damaged file.
     damaged = type(error) is OSError and error.errno is None
-    return isinstance(error, OSError) and not damaged and not isinstance(error, _LASTING)
+    return isinstance(error, OSError) and not damaged and not isinstance(error, _PERMANENT)
 
 
 class StoreWriter:
@@ -321,7 +325,7 @@ class StoreWriter:
     ) -> None:
         # Work that a signal, a disk or a lack of memory ended is continued. After any other error, such as a
         # mistake in a record, the files are of no use.
-        keep = not isinstance(error, Exception) or may_pass(error)
+        keep = not isinstance(error, Exception) or is_transient(error)
         try:
             if keep and self._is_whole:
                 self._save("progress.json" if error else "meta.json")

@@ -15,7 +15,7 @@ from components.contracts.errors import ConfigError
 from components.data.data_sources import Source, SourceItem
 from components.data.progress import EVERY_S
 from components.data.store.checked_files import write_checked_json
-from components.data.store.token_store import WorkerLost, may_pass
+from components.data.store.token_store import WorkerLost, is_transient
 from components.data.stream.chunks import COMPLETE, Stream, chunk_name
 from components.data.tokenize.encoder import Encoder, EncoderInput, encoder_inputs
 from components.data.tokenize.workers import batched, encode_batches, end_with_parent, new_writer
@@ -197,4 +197,4 @@ def write_failure(folder: Path, error: Exception) -> None:
     """Write ``FAILURE``, which also says whether the error would recur after a restart of the run."""
     is_explained = isinstance(error, ConfigError | OSError)
     reason = str(error) if is_explained else f"data.streaming: {error!r}; standard error has the traceback."
-    write_checked_json(folder / FAILURE, {"reason": reason, "final": not may_pass(error)})
+    write_checked_json(folder / FAILURE, {"reason": reason, "final": not is_transient(error)})

@@ -17,7 +17,7 @@ from components.data.records.messages import (
     with_default_system,
 )
 from components.data.records.options import RecordError, RecordOptions
-from components.data.records.record_files import Unreadable, read_records, warn_of_others
+from components.data.records.record_files import Unreadable, read_records, warn_of_unread_files
 from components.data.records.samples import Tool, Turns
 from components.data.tokenize.assistant_mask import open_template
 
@@ -92,7 +92,7 @@ def read_prompts(path: str, options: RecordOptions) -> list[Prompt]:
     Raises:
         ConfigError: if a file or a record cannot be read.
     """
-    warn_of_others(path)
+    warn_of_unread_files(path)
     return [_read_prompt(record, origin, options) for record, origin in read_records(path)]
 
 

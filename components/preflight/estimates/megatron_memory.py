@@ -373,7 +373,10 @@ class StageMemory:
         }
 
     def during_sync(self) -> Bytes:
-        """Return the bytes when the masters of the largest weight are put together for the reference."""
+        """Return the bytes of the fp32 buffer for the sharded masters of the largest weight.
+
+        When the reference is updated, an all-reduce collects the masters of a weight in it.
+        """
         whole = max(self.weights.embedding, self.weights.matrix) * self.layout.distributed_optimizer
         return {"buffers": whole * FP32}
 

@@ -85,7 +85,7 @@ class StepWork:
     computed: float
     """Tokens, with prompts shared by several sequences counted once."""
     padded: float
-    """``computed``, and the padding of rows."""
+    """Computed tokens, with the padding of padded rows."""
     flops: float
     forward: float
     """FLOPs of one forward pass."""

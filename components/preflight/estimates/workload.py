@@ -6,7 +6,7 @@ import numpy as np
 
 from components.contracts.configs import Prepared
 from components.contracts.data import BatchShard, BatchStats
-from components.data.loader import PreparedData
+from components.data.loader import PreparedData, TokenDataLoader
 from components.preflight.estimates.quantities import MicrobatchShape
 
 LARGEST = 16
@@ -50,29 +50,39 @@ def largest_microbatch(data: Prepared, micro_batch_size: int, dp_size: int) -> M
     )
 
 
-@lru_cache(maxsize=4)
 def first_steps(data: Prepared, count: int = 8) -> range:
     """Return the numbers of the first ``count`` global batches, or of all if there are fewer."""
-    loader = data.train_loader(BatchShard(data.global_batch_size, micro_batch_size=1))
-    return range(min(count, loader.num_steps))
+    return range(min(count, data.num_steps))
 
 
 @lru_cache(maxsize=32)
 def step_stats(data: Prepared, step: int) -> BatchStats:
     """Return the statistics of global batch ``step``."""
-    return data.train_loader(BatchShard(data.global_batch_size, micro_batch_size=1)).stats(step)
+    return _train_loader(data).stats(step)
 
 
 @lru_cache(maxsize=256)
 def padded_tokens(data: Prepared, micro_batch_size: int, step: int) -> int:
-    """Return the trained tokens of global batch ``step``, and with padded rows also their padding."""
+    """Return the number of computed tokens of global batch ``step``, with the padding of padded rows."""
     assert isinstance(data, PreparedData)
     if data.packing != "none":
         return step_stats(data, step).num_computed_tokens
-    unpaired, total = data.train.open()[0].desirable is not None, 0
-    for rows in data.train_loader(BatchShard(data.global_batch_size, micro_batch_size)).shares(step):
+    unpaired, total = _is_unpaired(data), 0
+    batch = _train_loader(data).batch(step)
+    for rows in batch.shares(BatchShard(data.global_batch_size, micro_batch_size)):
         segments = np.concatenate(rows)
         segments = segments[segments[:, 0] % 2 == 0] if unpaired else segments
         lengths = segments[:, 2] - segments[:, 1]
         total += len(lengths) * int(lengths.max(initial=0))
     return total
+
+
+@lru_cache(maxsize=4)
+def _train_loader(data: Prepared) -> TokenDataLoader:
+    assert isinstance(data, PreparedData)
+    return data.train_loader(BatchShard(data.global_batch_size, micro_batch_size=1))
+
+
+@lru_cache(maxsize=4)
+def _is_unpaired(data: PreparedData) -> bool:
+    return data.train.open()[0].desirable is not None

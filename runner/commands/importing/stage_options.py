@@ -162,8 +162,8 @@ def choose_adapter(work: Translation) -> None:
     """
     if work.left.get("finetuning_type") == "freeze":
         work.missing["finetuning_type=freeze"] = (
-            "it counts layers, and here they are named; the command trains all of them without "
-            "model.train_only=['model.layers.31.*', ...]"
+            "it counts layers, and model.train_only names them; without "
+            "model.train_only=['model.layers.31.*', ...], the command trains all weights"
         )
         del work.left["finetuning_type"]
     chosen = []
