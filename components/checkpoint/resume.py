@@ -38,7 +38,7 @@ class RunIdentity:
     optimizer: str
     """Kind of optimizer. Different kinds have different moments."""
     reference: str | None
-    """Source of the reference model's weights. None means that there is no reference model."""
+    """Source of the reference model's weights, for messages. None means that there is no reference model."""
     seed: int
     global_batch_size: int
     trained: str | None = None
@@ -46,17 +46,20 @@ class RunIdentity:
     base: str | None = None
     """Hash of the source of the frozen weights, which checkpoints do not contain. None means that all weights
     are trained."""
+    reference_content: str | None = None
+    """Hash of what determines the reference model's weights. None means that there is no reference model, or,
+    in a checkpoint of an earlier version, that only ``reference`` identifies it."""
 
 
 REMEDIES = {
     "model": "model: the checkpoint is of another model; use the one it was written with",
     "optimizer": "its optimizer was {theirs}; use the optimizer options of its run (in its config.yaml)",
     "seed": "set run.seed={theirs}",
-    "reference": "the reference model was {theirs}; set checkpoint.init_from, model.init, model.path, "
-    "model.revision, stage.reference_path, stage.sync_reference_* and run.seed to it",
     "trained": "adapter, model.freeze, model.train_only: other parameters were trained; use those of its run",
     "base": "model: the frozen weights are not those of its run (checkpoint.init_from, model.path or "
     "run.seed has changed); use the same",
+    "reference": "the reference model was {theirs}; set checkpoint.init_from, model.init, model.path, "
+    "model.revision, stage.reference_path, stage.sync_reference_* and run.seed to it, with the same files",
     "global_batch_size": "set run.global_batch_size={theirs}",
     "data": "data: the samples, the tokenizer or an option that shapes batches differ; use those of its run",
 }
@@ -220,15 +223,21 @@ def metadata_damage(point: Path) -> str | None:
 
 def for_evaluation(identity: RunIdentity, meta: CheckpointMeta) -> RunIdentity:
     """Return ``identity`` with what an evaluation does not need taken from the checkpoint."""
-    theirs = meta.identity.get("reference") if identity.reference is None else identity.reference
-    return replace(identity, reference=theirs, optimizer=meta.identity.get("optimizer", identity.optimizer))
+    theirs = meta.identity
+    if identity.reference is None:
+        reference, content = theirs.get("reference"), theirs.get("reference_content")
+        identity = replace(identity, reference=reference, reference_content=content)
+    return replace(identity, optimizer=theirs.get("optimizer", identity.optimizer))
 
 
 def check_same_run(point: Path, meta: CheckpointMeta, identity: RunIdentity, *, force: bool) -> None:
     ours = asdict(identity)
     for key, remedy in REMEDIES.items():
         theirs = meta.identity.get(key)
-        if ours[key] == theirs:
+        compared = (
+            "reference_content" if key == "reference" and meta.identity.get("reference_content") else key
+        )
+        if ours[compared] == meta.identity.get(compared):
             continue
         if key == "reference" and theirs is None:
             remedy = "its run had no reference; set stage.reference=none"

@@ -258,7 +258,7 @@ class ModelSpec:
             return checkpoint_content(self.initial_checkpoint)
         if self.init == "pretrained":
             return content_hash(self.folder(weights=True))
-        fields = self.config().to_dict() | {"transformers_version": None}
+        fields = self.config().to_dict() | {"transformers_version": None, "_name_or_path": ""}
         return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
     def shape_hash(self, model: PreTrainedModel) -> str:

@@ -65,8 +65,20 @@ class ReferenceSource:
         Layout and engine do not change the folder, because they affect only the rounding.
         """
         config = self.model.config().to_dict() | {"_name_or_path": None}
-        weights = [self.model.content_hash(), seed if self.model.is_random_init else None]
-        return cache / "reference" / digest([repr(config), weights, dtype, version("transformers")])
+        return (
+            cache / "reference" / digest([repr(config), self._weights(seed), dtype, version("transformers")])
+        )
+
+    def content_hash(self, seed: int) -> str | None:
+        """Return a hash of what determines the weights in every step. None means that there is no reference.
+
+        Unlike ``describe_init``, it does not depend on the path of the weights, only on their values.
+        """
+        mixed = [self.sync_every, self.sync_mixup] if self.sync_every else None
+        return None if self.choice == "none" else digest([self._weights(seed), mixed])
+
+    def _weights(self, seed: int) -> list[str | int | None]:
+        return [self.model.content_hash(), seed if self.model.is_random_init else None]
 
     def check(self, trained: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ConfigError if the reference model cannot be read, has other tokens, or cannot be mixed.

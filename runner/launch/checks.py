@@ -167,6 +167,9 @@ class RunPreparation:
             trained = experiment.adapter.shape_hash(model)
         elif experiment.model.freeze or experiment.model.train_only:
             trained = experiment.model.trained_shape_hash(model)
+        # A forecast of a new run needs no weights, which would be downloaded for these hashes.
+        begins = experiment.preflight.mode == "check" or experiment.checkpoint.resume != "never"
+        own_seed = self.seed_suffix(experiment.model)
         return RunIdentity(
             model=experiment.model.shape_hash(model),
             data=data.identity,
@@ -175,7 +178,8 @@ class RunPreparation:
             seed=experiment.run.seed,
             global_batch_size=experiment.run.global_batch_size,
             trained=trained,
-            base=trained and experiment.model.content_hash() + self.seed_suffix(experiment.model),
+            base=experiment.model.content_hash() + own_seed if trained and begins else None,
+            reference_content=self.reference.content_hash(experiment.run.seed) if begins else None,
         )
 
     def seed_suffix(self, model: ModelConfig) -> str:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from components.adapters import lora_config
 from components.contracts.errors import ConfigError
+from components.models import ModelSpec
 from components.models.generate import load_model
 from components.models.pretrained import content_hash
 from runner.commands.evaluate import evaluation
@@ -79,7 +80,10 @@ def test_it_resumes_and_only_on_its_base(
         ("model.architecture.initializer_range=0.03", "the frozen weights are not those of its run"),
         ("adapter.alpha=16", "adapter, model.freeze, model.train_only: other parameters were trained"),
         ("adapter=none", "adapter, model.freeze, model.train_only: other parameters were trained"),
-        ("run.seed=1 checkpoint.allow_mismatch=true", "set checkpoint.init_from, model.init"),
+        (
+            "run.seed=1 checkpoint.allow_mismatch=true",
+            "checkpoint.init_from, model.path or run.seed has changed",
+        ),
     ):
         options = [one for one in LORA if "none" not in change or not one.startswith("adapter")]
         code = call_here(
@@ -87,6 +91,12 @@ def test_it_resumes_and_only_on_its_base(
         )
         assert code == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_forecast_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a model of the hub would be downloaded for a hash that nothing needs."""
+    monkeypatch.setattr(ModelSpec, "content_hash", None)
+    assert call_here(f"run.output_dir={tmp_path}", *LORA, "stage=dpo", "preflight.mode=only") == 0
 
 
 def test_it_continues_as_another_run(run: Path, tmp_path: Path) -> None:

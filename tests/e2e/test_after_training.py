@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -135,6 +136,21 @@ def test_only_weights_lack_a_reference_that_was_synced(
     run = run_here(tmp_path, *SMALL, *synced, "checkpoint.model_only=true", "data.max_samples=16")
     assert call_here(*evaluation([f"checkpoint={run}"])) == 2
     assert "and not those of the reference model" in capsys.readouterr().err
+
+
+def test_a_reference_is_known_by_its_weights_and_not_by_its_path(
+    tmp_path: Path, single: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(single / "export", "base")
+    pairs = ("stage=dpo", "data.max_samples=16", "run.export=false", "run.max_steps=1", "run.device=cpu")
+    run = run_here(tmp_path, *pairs, "model=hf", "model.path=base", "data.max_length=128")
+    assert evaluated(tmp_path / "own", f"checkpoint={run}", "data=demo")["eval/loss"] > 0
+    capsys.readouterr()
+    weights = load_file("base/model.safetensors")
+    save_file({name: value * 1.01 for name, value in weights.items()}, "base/model.safetensors")
+    assert call_here(*evaluation([f"checkpoint={run}", "data=demo"])) == 2
+    assert "the reference model was model.init=pretrained of base; set" in capsys.readouterr().err
 
 
 def test_an_evaluation_needs_memory_for_weights(

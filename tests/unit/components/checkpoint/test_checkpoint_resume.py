@@ -31,14 +31,19 @@ FILES = {"data": FileRecord(5, "d35c10d541c3c98b")}
 
 
 def make_run(
-    folder: Path, complete: tuple[int, ...] = (), torn: tuple[int, ...] = (), *, model_only: bool = False
+    folder: Path,
+    complete: tuple[int, ...] = (),
+    torn: tuple[int, ...] = (),
+    *,
+    model_only: bool = False,
+    identity: RunIdentity = IDENTITY,
 ) -> Path:
     for step in complete + torn:
         path = step_folder(folder / "checkpoints", step)
         path.mkdir(parents=True)
         (path / "data").write_bytes(CONTENT)
         if step in complete:
-            commit(path, CheckpointMeta({"step": step}, asdict(IDENTITY), model_only, FILES))
+            commit(path, CheckpointMeta({"step": step}, asdict(identity), model_only, FILES))
     return folder
 
 
@@ -226,12 +231,37 @@ def test_data_seed_and_batch_size_can_be_forced(
     assert f"checkpoint.allow_mismatch: {key} of" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("written", "asked", "same"),
+    [
+        (("path=base", "x"), ("path=/dir/base", "x"), True),
+        (("path=base", "x"), ("path=base", "y"), False),
+        (("path=base", "x"), (None, None), False),
+        ((None, None), ("path=base", "x"), False),
+        (("path=base", None), ("path=base", "x"), True),  # written by an earlier version
+        (("path=base", None), ("path=other", "x"), False),
+    ],
+)
+def test_a_reference_is_compared_by_its_weights(
+    tmp_path: Path, written: tuple[str | None, ...], asked: tuple[str | None, ...], same: bool
+) -> None:
+    stored, ours = (replace(IDENTITY, reference=name, reference_content=of) for name, of in (written, asked))
+    run = make_run(tmp_path, (5,), identity=stored)
+    if same:
+        assert resume(run, ours) == point(run, 5)
+    else:
+        with pytest.raises(ConfigError, match=r"path=base; set|had no reference"):
+            resume(run, ours)
+    assert resume(run, replace(ours, reference=None, reference_content=None), evaluates=True)
+
+
 def test_the_docs_list_what_may_not_change() -> None:
     """Every field of a run's identity has a row, which shows whether the field can be forced."""
     page = (Path(__file__).parents[4] / "docs" / "runs.md").read_text()
     table = page.partition("| what a resumed run keeps |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| ([a-z_]+): .* \| (.*) \|$", table, re.MULTILINE))
-    assert rows.keys() == {field.name for field in fields(RunIdentity)} == REMEDIES.keys()
+    names = {field.name for field in fields(RunIdentity)} - {"reference_content"}  # of the row "reference"
+    assert rows.keys() == names == REMEDIES.keys()
     assert {key for key, forced in rows.items() if forced == "`checkpoint.allow_mismatch=true`"} == set(
         FORCED
     )

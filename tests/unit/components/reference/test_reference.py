@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from components.contracts.errors import ConfigError
 from components.data.tokenizer import PATH as EMBEDDED_TOKENIZER
@@ -73,6 +75,20 @@ def test_where_it_comes_from() -> None:
     assert resolve_reference(dpo(reference_path="/x"), model()).describe_init == "stage.reference_path=/x"
     mixed = "stage.sync_reference_every=2 and stage.sync_reference_mixup=0.6"
     assert resolve_reference(SYNCED, model()).describe_init == f"model.init=random, with {mixed}"
+
+
+def test_the_content_of_a_reference_does_not_depend_on_its_path(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        save_file({"weight": torch.ones(2)}, tmp_path / name / "model.safetensors")
+    one, same = (resolve_reference(dpo(reference_path=str(tmp_path / name)), model()) for name in "ab")
+    assert one.describe_init != same.describe_init
+    assert one.content_hash(0) == same.content_hash(1)
+    save_file({"weight": torch.zeros(2)}, tmp_path / "b" / "model.safetensors")
+    assert one.content_hash(0) != same.content_hash(0)
+    assert resolve_reference(SYNCED, model()).content_hash(0) != resolve_reference(
+        dpo(), model()
+    ).content_hash(0)
 
 
 def test_what_is_only_asked_is_hardly_trained() -> None:
