@@ -65,7 +65,7 @@ def test_a_run_goes_on_in_other_layouts(matrix: Matrix, chain: tuple[str, ...]) 
     reference, run = matrix.whole(work, "single"), matrix.whole(work, first)
     assert reference.rows[-1]["train/total_skipped"] == (work not in OF_PAIRS)
     # A pair's gradient is the difference of those of two answers, with the rounding errors of both.
-    times = 2 if work in ("rm", "lora rm", "tr-dpo wpo") else 1
+    times = 2 if work in OF_PAIRS else 1
     assert_close_moments(read(run.point(HALF)), read(reference.point(HALF)), times)  # after the skipped step
     for step, layout in enumerate(others, start=min(HALF, STEPS - len(others))):
         written = read(run.point(step))
