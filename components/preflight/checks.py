@@ -58,6 +58,11 @@ def check_modes(
             f"preflight.mode: is {mode}, which examines train steps, but run.evaluate_only takes none; use "
             "preflight.mode=only, or run.evaluate_only=false."
         )
+    if mode == "prove" and device not in ("auto", "cpu"):
+        raise ConfigError(
+            f"run.device: is {device}, but preflight.mode=prove trains a small model on CPU ranks; use "
+            "run.device=auto (if Megatron finds GPUs, with CUDA_VISIBLE_DEVICES= before the command)."
+        )
     if mode == "rehearse" and device not in ("auto", "cuda"):
         raise ConfigError(
             f"run.device: is {device}, but preflight.mode=rehearse imitates a CUDA GPU, also on a machine "
@@ -220,6 +225,15 @@ def check_evaluation(key: str, wanted: float, has_eval: bool, option: str) -> No
         raise ConfigError(
             f"run.{key}: is {wanted}, but there is no evaluation data; set {option} or "
             f"data.eval_fraction, or use run.{key}={'false' if key == 'eval_on_start' else 0}."
+        )
+
+
+def check_evaluated_checkpoint(asked: str, found: Path | None, runs: Path) -> None:
+    """Raise ConfigError if an evaluation of the newest checkpoint of ``runs`` has found none."""
+    if asked == "auto" and found is None:
+        raise ConfigError(
+            f"checkpoint.resume: is auto, but {runs} has no run with a checkpoint to evaluate; correct "
+            "run.name or run.output_dir, or name the run's folder."
         )
 
 
@@ -449,6 +463,17 @@ def warn_of_constant_reference(sync_every: int, num_steps: int) -> None:
         )
 
 
+def warn_of_late_evaluations(watching: Iterable[str], num_steps: int) -> None:
+    """Warn that the run ends before the first of the evaluations that the options ``watching`` wait for."""
+    for key in watching:
+        log.warning(
+            "%s: the run ends after %d steps, before the first evaluation; run.eval_every may be a share of "
+            "the run, such as 0.1.",
+            key,
+            num_steps,
+        )
+
+
 def check_adapter(
     adapter: AdapterConfig | None, model: PreTrainedModel, bias_update_rate: float, adds_tokens: bool
 ) -> None:
@@ -470,8 +495,8 @@ def check_added_rows(adapter: AdapterConfig, model: PreTrainedModel) -> None:
     if ties_embedding(model):
         raise ConfigError(
             "model.add_tokens: the rows of the new tokens are in an embedding that is tied to the head, "
-            "which an adapter cannot train; use adapter=none, or model.chat_template=plain, which needs no "
-            "tokens."
+            "which an adapter cannot train; use adapter=none, or model.add_tokens=false with a template that "
+            "needs no new tokens, such as model.chat_template=plain."
         )
     holders = [model.get_input_embeddings(), *([] if has_scalar_head(model) else [output_head(model)])]
     names = [name for name, module in model.named_modules() if any(module is each for each in holders)]

@@ -95,6 +95,11 @@ class RunConfig:
                 f"run.name: {self.name!r} is not a folder name; leave out '/' and a leading '.'."
             )
 
+    def evaluates_within(self, num_steps: int) -> bool:
+        """Return whether an evaluation by steps or epochs may be due in a run of ``num_steps`` steps."""
+        in_epochs = 0 < self.eval_every_epochs <= (self.epochs or math.inf)
+        return in_epochs or 0 < self.eval_every <= num_steps
+
     @property
     def evaluates_after_steps(self) -> bool:
         """Whether the run evaluates after some or all steps, or at its end, if it has data for that."""
@@ -175,7 +180,7 @@ class PreflightConfig:
 
     def __post_init__(self) -> None:
         check_at_least_one("preflight", self, "devices", "steps")
-        check_at_least_one("preflight.shrink", self.shrink, "layers", "hidden", "vocabulary")
+        check_at_least_one("preflight.shrink", self.shrink, "layers", "hidden", "vocabulary", "max_length")
         if self.devices is not None and self.devices > MOST_DEVICES:
             raise ConfigError(f"preflight.devices: must be at most {MOST_DEVICES}, got {self.devices}.")
 

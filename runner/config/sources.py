@@ -1,6 +1,7 @@
 """The source of each key of the composed config, so that an error can name it."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,10 +58,13 @@ class ConfigSources:
 
     def typed(self, node: str) -> bool:
         """Return whether the command line sets the key or group ``node``, or a key below it."""
-        return any(f"{name_of(override)}.".startswith(f"{node}.") for override in self.overrides)
+        return any(
+            f"{name_of(override)}.".startswith(f"{node}.") or sets(override, node)
+            for override in self.overrides
+        )
 
     def _chooser(self, key: str, groups: Sequence[str] = _CHOOSING) -> str | None:
-        if any(name_of(override) == key for override in self.overrides):
+        if any(sets(override, key) for override in self.overrides):
             return COMMAND_LINE
         for group in groups:
             file = self._file(group, self.choices.get(group))
@@ -84,6 +88,15 @@ def is_trusted(path: str, trusted: Iterable[str]) -> bool:
 def name_of(override: str) -> str:
     """Return the key of an override: ``run.x`` for ``+run.x=1``."""
     return override.split("=", maxsplit=1)[0].lstrip("+~")
+
+
+def sets(override: str, key: str) -> bool:
+    """Return whether an override sets the dotted ``key``, by name or in a mapping such as ``run={x: 1}``."""
+    name, (_, _, value) = name_of(override), override.partition("=")
+    inner = key.removeprefix(f"{name}.")
+    if inner == key or not value.startswith("{"):
+        return name == key
+    return all(re.search(rf"[{{,]\s*{re.escape(part)}\s*:", value) for part in inner.split("."))
 
 
 def setter_in(file: Path, path: list[str]) -> Path | None:

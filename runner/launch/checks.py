@@ -112,6 +112,9 @@ class RunPreparation:
                 checks.warn_of_held_out(fraction)
             if not run.evaluate_only:
                 checks.warn_of_constant_reference(self.reference.sync_every, data.num_steps)
+                requests = checks.may_request_evaluations(experiment.hook)
+                if not (requests or run.evaluates_within(data.num_steps)):
+                    checks.warn_of_late_evaluations(watched_metrics(experiment), data.num_steps)
         if data.streamed:
             save_every_epochs = experiment.checkpoint.save_every_epochs
             checks.check_stream(run.eval_every_epochs, save_every_epochs, self.reference.choice)
@@ -224,6 +227,7 @@ class RunPreparation:
             checks.check_start(self.config["checkpoint"]["init_from"], resume)
         if run.evaluate_only:
             checks.check_evaluate_only(bool(data.eval), experiment.hook, self.evaluation_data)
+            checks.check_evaluated_checkpoint(checkpoint.resume, resume, Path(run.output_dir, run.name))
             return resume
         for key, metric in watched_metrics(experiment).items():
             check_watched_set(metric, experiment.stage, data.eval, key)

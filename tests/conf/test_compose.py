@@ -38,6 +38,7 @@ SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
 HOLDS_OUT = {
     "a file": (("data.train=a.jsonl",), 0.02),
     "two files": (("data.train=a.jsonl", "data.eval=b.jsonl"), 0.0),
+    "a split of the hub": (("data.train=hub:a/b", "data.eval_split=test"), 0.0),
     "dataset_info": (("data=llamafactory", "data.dataset_info=d", "data.dataset=a"), 0.02),
     "both of dataset_info": (
         ("data=llamafactory", "data.dataset_info=d", "data.dataset=a", "data.eval_dataset=b"),

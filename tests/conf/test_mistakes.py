@@ -145,6 +145,18 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["optimizer=muon", "optimizer.head_dim=32", "model.freeze=[*self_attn*]"],
         ["optimizer.head_dim", "use null"],
     ),
+    "evaluation of nothing": (
+        ["run.evaluate_only=true", "checkpoint.resume=auto", "run.name=absent"],
+        ["checkpoint.resume: is auto", "absent has no run with a checkpoint"],
+    ),
+    "proof on a GPU": (
+        ["preflight.mode=prove", "run.device=cuda"],
+        ["run.device: is cuda", "prove", "use run.device=auto"],
+    ),
+    "length of the rows of a proof": (
+        ["preflight.mode=prove", "preflight.shrink.max_length=0"],
+        ["preflight.shrink.max_length", "at least 1"],
+    ),
     "rehearsal of an evaluation": (
         ["run.evaluate_only=true", "preflight.mode=rehearse"],
         ["preflight.mode: is rehearse", "run.evaluate_only", "preflight.mode=only"],
@@ -219,6 +231,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "path of a random model": (
         ["model.path=Qwen/Qwen3-0.6B"],
         ["model.path", "nothing reads it", "model.init=pretrained"],
+    ),
+    "mapping of a group's keys": (
+        ["profiler={steps: [5,6],memory: true}"],
+        ["profiler.steps", "nothing reads it", "profiler.enabled=true"],
     ),
     "loss scale": (["run.loss_scale.initial=0.5"], ["run.loss_scale.initial", "at least 1"]),
     "endless loss scale": (["run.loss_scale.initial=inf"], ["run.loss_scale.initial", "at most"]),

@@ -50,3 +50,20 @@ def test_a_reference_that_no_step_reaches_is_named(
     assert (
         "the run has 4 steps, so the reference model is never updated" in said(dpo, tmp_path, capsys)
     ) == warned
+
+
+@pytest.mark.parametrize(
+    ("cadence", "warned"),
+    [
+        ("eval_every=4", False),
+        ("eval_every=0.5", False),
+        ("eval_every=5", True),
+        ("eval_every_epochs=1", False),
+    ],
+)
+def test_a_metric_that_is_not_evaluated_within_the_run_is_named(
+    cadence: str, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watching = ("run.max_steps=4", "checkpoint.keep_best=eval/loss")
+    text = said((*watching, f"run.{cadence}"), tmp_path, capsys)
+    assert ("checkpoint.keep_best: the run ends after 4 steps, before the first evaluation" in text) == warned
