@@ -1,6 +1,7 @@
 """The jobs of a sweep in SLURM's queue: watch them, cancel them, and record the outcome of each."""
 
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -84,13 +85,13 @@ class JobArray:
         """Wait until all jobs are over.
 
         Raises:
-            KeyboardInterrupt: after an interrupt, if the jobs are cancelled.
-            SystemExit: after an interrupt, if the user leaves the jobs to SLURM.
+            KeyboardInterrupt: after Ctrl-C, if the jobs are cancelled.
+            SystemExit: after Ctrl-C, if the user leaves the jobs to SLURM, and after any other signal.
         """
         try:
             self.watch()
-        except KeyboardInterrupt:
-            if not wants_cancel(len(self.jobs)):
+        except KeyboardInterrupt as request:
+            if not is_ctrl_c(request) or not wants_cancel(len(self.jobs)):
                 print(f"left to SLURM: squeue --jobs {self.queue.arrays}; scancel {self.queue.arrays}")
                 raise SystemExit(INTERRUPTED) from None
             self.cancel()
@@ -121,16 +122,24 @@ class JobArray:
         self.watch(until=time.monotonic() + PATIENCE_S, cancelled=True)
 
 
+def is_ctrl_c(request: KeyboardInterrupt) -> bool:
+    """Return whether SIGINT raised ``request``, and not a signal such as SIGHUP of a lost connection."""
+    return str(request) == signal.SIGINT.name
+
+
 def wants_cancel(count: int) -> bool:
     """Ask at the terminal whether to cancel ``count`` jobs; return the answer.
 
-    It is True without a terminal, and after Ctrl-C or the end of the input.
+    It is True without a terminal, and after a second Ctrl-C or the end of the input. It is False after any
+    other signal.
     """
     if not sys.stdin.isatty():
         return True
     try:
         answer = input(f"\njobs that are not over: {count}; cancel them? [y/N] ")
-    except (KeyboardInterrupt, EOFError):
+    except KeyboardInterrupt as request:
+        return is_ctrl_c(request)
+    except EOFError:
         return True
     return answer.strip().lower() in {"y", "yes"}
 

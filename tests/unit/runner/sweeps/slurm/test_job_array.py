@@ -1,6 +1,8 @@
 """The final records of ended jobs, and the handling of Ctrl-C."""
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from runner.records.job_record import JobRecord, SweepJob, read_job_record
 from runner.records.run_record import RunRecord, Stopped
+from runner.signals import REQUESTS, handling, interrupt
 from runner.sweeps.slurm import job_array
 from runner.sweeps.slurm.job_array import JobArray, Queue, SubmittedJob, finalize_job, wants_cancel
 
@@ -78,7 +81,14 @@ def test_what_we_cancelled_has_stopped(job: SubmittedJob) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "cancels"),
-    [("y", True), ("n", False), ("", False), (KeyboardInterrupt, True), (EOFError, True)],
+    [
+        ("y", True),
+        ("n", False),
+        ("", False),
+        (KeyboardInterrupt("SIGINT"), True),
+        (KeyboardInterrupt("SIGHUP"), False),
+        (EOFError, True),
+    ],
 )
 def test_ctrl_c_asks_at_a_terminal(monkeypatch: pytest.MonkeyPatch, answer: Any, cancels: bool) -> None:
     def answers(_: str) -> str:
@@ -124,15 +134,19 @@ def test_a_queue_that_does_not_answer_and_one_that_forgets(
     assert queue.ask() == {"17_2": (job_array.NOT_IN_QUEUE, "")}
 
 
+@pytest.mark.parametrize("number", REQUESTS)
 def test_jobs_that_are_left_to_slurm(
-    job: SubmittedJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: SubmittedJob,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
 ) -> None:
-    def interrupted(_: JobArray) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(JobArray, "watch", interrupted)
-    monkeypatch.setattr(job_array, "wants_cancel", lambda _: False)
-    with pytest.raises(SystemExit, match="130"):
+    """After a lost connection there is no terminal, and the jobs still run."""
+    if signal.getsignal(number) is signal.SIG_IGN:  # nohup runs these tests
+        signal.signal(number, signal.SIG_DFL)
+    monkeypatch.setattr(JobArray, "watch", lambda _: os.kill(os.getpid(), number))
+    monkeypatch.setattr(job_array, "wants_cancel", lambda _: number != signal.SIGINT)
+    with handling(interrupt), pytest.raises(SystemExit, match="130"):
         JobArray([job]).wait()
     assert "left to SLURM: squeue --jobs 17;" in capsys.readouterr().out
     assert not job.sweep_job.path.exists()
