@@ -37,6 +37,7 @@ from runner.config.unknown_keys import check_long_options, hint_for_value, trans
 from runner.distribution import distribution
 from runner.launch import slurm_env
 from runner.launch.default_env import set_default_env
+from runner.launch.rank_main import die_with_parent
 from runner.records.job_record import SWEEP_FOLDER, SweepJob
 from runner.search_path import program_first
 from runner.signals import handling, interrupt
@@ -201,6 +202,8 @@ def main() -> None:
         place = RankInfo.read()
     except ConfigError as error:
         sys.exit(explained(error))
+    if slurm_env.TORCHRUN in os.environ:
+        die_with_parent()
     program_first()
     survive_closed_streams()
     code = command()

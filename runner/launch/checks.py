@@ -39,6 +39,7 @@ from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import watched_metric
 from runner.config.sources import ConfigSources
 from runner.launch.restart import begun_by_this_job
+from runner.launch.slurm_env import check_forwarding
 from runner.launch.unread_options import check_unread_options, may_evaluate
 from runner.logging_setup import log_to
 from runner.records.job_record import SweepJob
@@ -368,6 +369,7 @@ def check_launch(
         is_other = reference.is_separate_model or experiment.adapter is not None  # without the adapter
         checks.check_evaluated_reference(reference.choice, other=is_other)
     check_place(os.environ)
+    check_forwarding(os.environ)
     place = RankInfo.read()
     name, evaluates, joined = ahead.device_name, run.evaluate_only, place.launched
     checks.check_modes(ahead.mode, ahead.devices, name, run.device, joined=joined, evaluates=evaluates)

@@ -20,11 +20,11 @@ def die_with_parent() -> None:
     """Make the kernel (Linux) send SIGKILL to this process when its parent ends for any reason.
 
     Raises:
-        SystemExit: if the parent has ended already.
+        SystemExit: if the parent has ended already. It is known unless the parent is torchrun.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ["RUNNER_PARENT"]):
+    if os.getppid() != int(os.environ.get("RUNNER_PARENT", os.getppid())):
         sys.exit("the parent ended before this rank began")
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from components.contracts.errors import ConfigError
 from components.rank_info import RankInfo, env_number
 from runner.records.run_record import JobFacts
 
@@ -17,6 +18,10 @@ NOTICES = ("SIGUSR1", "SIGUSR2")
 """Signals that SLURM sends before a job's time limit (``--signal`` in the job script)."""
 REASONS = (*NOTICES, "SIGTERM")
 """Signals after which a run that has saved its state is requeued. SLURM preempts with SIGTERM."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Environment variable that only ranks of torchrun have."""
+FORWARDED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"""Environment variable that torchrun sets for its ranks: the signals that it forwards to them."""
 
 
 def ranks(environ: Mapping[str, str]) -> dict[str, str]:
@@ -55,6 +60,16 @@ def max_requeues(environ: Mapping[str, str]) -> int:
         ConfigError: if RUNNER_MAX_REQUEUES is not a number.
     """
     return env_number(environ, MAX_REQUEUES, 0, range(2**31))
+
+
+def check_forwarding(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if this job may be requeued and torchrun does not forward ``NOTICES`` to ranks."""
+    forwarded = environ.get(FORWARDED, "").replace(" ", "").split(",")
+    if TORCHRUN in environ and max_requeues(environ) and not {*NOTICES} <= {*forwarded}:
+        raise ConfigError(
+            f"{MAX_REQUEUES}: is set, but torchrun ends at {' and '.join(NOTICES)} before a checkpoint is "
+            "saved; add torchrun --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2."
+        )
 
 
 def queue_again(environ: Mapping[str, str]) -> bool:

@@ -1,14 +1,18 @@
 """When ranks or their parent end early, no process is left and the run never succeeds silently."""
 
 import json
+import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.commands import ROOT, SMALL, Command, curve, left, newest, run_forked
+from components.rank_info import RankInfo
+from runner.launch.slurm_env import TORCHRUN
+from tests.e2e.commands import ROOT, SMALL, Command, command, curve, left, newest, run_forked
 from tests.patience import patience
 
 TWO = (*SMALL, "parallelism=fsdp2", "parallelism.dp=2", "run.micro_batch_size=1")
@@ -106,6 +110,23 @@ def test_killing_the_parent_leaves_nothing(tmp_path: Path) -> None:
     assert all(ignores_closed_pipes(rank) for rank in ranks), "as every interpreter does"
     started.process.kill()
     started.process.wait()
+    assert not left(ranks)
+
+
+def run_as_torchrun(*arguments: str) -> None:
+    """Start the command as torchrun starts a rank: with its variables, in a session of its own."""
+    environ = os.environ | RankInfo().variables() | {TORCHRUN: "none"}
+    subprocess.Popen(command(*arguments), env=environ, start_new_session=True).wait()
+
+
+def test_killing_torchrun_leaves_nothing(tmp_path: Path) -> None:
+    hangs = ("+stage.how=hang", "+stage.rank=0", f"+stage.ready={tmp_path / 'ready'}")
+    words = (*SMALL, FAILS, *hangs, f"run.output_dir={tmp_path}")
+    started = Command(*words, cwd=ROOT, call=run_as_torchrun)
+    started.until((tmp_path / "ready").exists)
+    ranks = started.ranks()
+    assert ranks
+    started.process.kill()
     assert not left(ranks)
 
 

@@ -139,6 +139,15 @@ def test_a_notice_before_there_is_anything_to_save(
     assert exit_code(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 130
 
 
+def test_torchrun_forwards_the_notices_to_a_job_that_is_requeued() -> None:
+    job = ARRAY | {slurm_env.TORCHRUN: "none", slurm_env.FORWARDED: "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
+    with pytest.raises(ConfigError, match=r"RUNNER_MAX_REQUEUES: .* add torchrun --signals-to-handle="):
+        slurm_env.check_forwarding(job)
+    slurm_env.check_forwarding(job | {slurm_env.FORWARDED: "SIGTERM, SIGUSR1, SIGUSR2"})
+    slurm_env.check_forwarding(job | {slurm_env.MAX_REQUEUES: "0"})
+    slurm_env.check_forwarding(ARRAY)
+
+
 def test_the_folder_of_an_earlier_start(tmp_path: Path) -> None:
     command, again = ["runner", "stage=pt"], ARRAY | {"SLURM_RESTART_COUNT": "1"}
     ours = "2026-01-01_00-00-02"
