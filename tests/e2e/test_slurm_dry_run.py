@@ -119,6 +119,14 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, 
     assert words in capsys.readouterr().err
 
 
+def test_only_a_single_task_has_several_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A single task starts a rank for each of its GPUs. With several tasks, each is one rank."""
+    words = ("hydra.launcher.dry_run=true", "hydra.launcher.gpus_per_node=8")
+    assert call(tmp_path, *words) == 0
+    assert call(tmp_path, *words, "hydra.launcher.nodes=2") == 2
+    assert "hydra.launcher.tasks_per_node: each of the 2 tasks is one rank" in capsys.readouterr().err
+
+
 def test_the_readme_shows_the_script_for_sbatch() -> None:
     script = (ROOT / "examples" / "slurm.sbatch").read_text()
     assert f"```bash\n{script}```" in (ROOT / "docs" / "slurm.md").read_text()

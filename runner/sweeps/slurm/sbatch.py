@@ -79,6 +79,12 @@ class SbatchOptions:
                 f"{self.timeout_min} min is before the job begins; lower it, or raise "
                 "hydra.launcher.timeout_min."
             )
+        if self.ranks is not None and self.gpus_per_node not in (None, 0, self.tasks_per_node):
+            raise ConfigError(
+                f"hydra.launcher.tasks_per_node: each of the {self.ranks} tasks is one rank on one GPU, so "
+                f"{self.tasks_per_node} on a node does not suit hydra.launcher.gpus_per_node="
+                f"{self.gpus_per_node}; set both to the same number."
+            )
 
     @property
     def ranks(self) -> int | None:
