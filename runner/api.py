@@ -9,6 +9,7 @@ from pathlib import Path
 
 from components.contracts.errors import ConfigError
 from components.contracts.status import RunStatus
+from components.rank_info import RankInfo
 from runner.cli import application, as_mistake, as_override, execute, in_sweep
 from runner.config.command_line import hydra_value, is_sweep
 from runner.config.unknown_keys import check_long_options
@@ -39,9 +40,16 @@ def train(experiment: Sequence[str] | Mapping[str, object] = ()) -> TrainResult:
 
     Raises:
         ConfigError: if the config is wrong, before any rank starts, or if ``experiment`` is not a single
-            training run, such as a sweep or a forecast.
+            training run, such as a sweep or a forecast, or if torchrun or srun started this process as one of
+            several.
         TrainingError: if a rank failed that is a process of its own.
     """
+    place = RankInfo.from_slurm(os.environ) or RankInfo.read()
+    if place.world_size > 1:
+        raise ConfigError(
+            f"runner.api.train: this process is one of {place.world_size} of torchrun or srun; call it in a "
+            "single process, which starts the ranks, or let the launcher start python -m runner."
+        )
     folders: list[Path] = []
     keys = experiment.items() if isinstance(experiment, Mapping) else ()
     words = [f"{key}={hydra_value(value)}" for key, value in keys] or [*experiment]

@@ -15,6 +15,7 @@ from runner import api
 from tests.distributed.reinforce_cases import EXAMPLE, reinforced
 from tests.e2e.commands import EXPORTING, FORKING, ROOT, SMALL, curve, little_data, run_here
 from tests.ranks import Ranks
+from tests.unit.runner.launch.test_slurm_env import TASK
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,22 @@ def test_keys_may_be_a_mapping_and_ranks_are_started(tmp_path: Path) -> None:
 def test_a_mistake_is_raised(experiment: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         api.train(experiment)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, TASK, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}],
+    ids=["torchrun", "srun", "salloc"],
+)
+def test_one_of_several_ranks_does_not_train(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    """A shell of salloc is not a rank, and gets the message of its command."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    is_rank = "SLURM_NTASKS" not in environ
+    with pytest.raises(ConfigError, match="is one of [25] of torchrun or srun" if is_rank else "optimizer"):
+        api.train(["optimizer.lrr=1"])
 
 
 def test_a_sweep_that_a_file_starts_is_not_trained(tmp_path: Path) -> None:
