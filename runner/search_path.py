@@ -5,6 +5,7 @@ This module imports no package of this program, because it runs before the searc
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,6 +39,15 @@ def program_first() -> None:
     if own and str(ROOT) not in (inherited or "").split(os.pathsep):
         # An empty entry would be the working directory.
         os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{inherited}" if inherited else str(ROOT)
+
+
+def follow_parent(parent: Sequence[str]) -> None:
+    """Put the folders of the user on the search path ``parent`` of another process at the end of this one.
+
+    They keep their order, so that both processes find the same files, and hide no installed package.
+    """
+    kept = [path for path in sys.path if path not in {os.getcwd()} - {str(ROOT)}]
+    sys.path[:] = [*kept, *(path for path in parent if path not in kept)]
 
 
 def python_module(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""One rank of a run, or of a proof: ``python -m runner.launch.rank_main FOLDER``."""
+"""One rank of a run, or of a proof: ``python -m runner.launch.rank_main FOLDER SEARCH_PATH ...``."""
 
 import ctypes
 import os
@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from components.contracts.errors import DONE, FAILED, TrainingError
 from runner.records.failures import report_failure
+from runner.search_path import follow_parent
 from runner.signals import REQUESTS
 from runner.standard_streams import print_error, survive_closed_streams
 
@@ -47,6 +48,7 @@ def main() -> None:
     die_with_parent()
     expect_signals()
     survive_closed_streams()
+    follow_parent(sys.argv[2:])
     folder, code = Path(sys.argv[1]), DONE
 
     def give_up(error: TrainingError) -> None:

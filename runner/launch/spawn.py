@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ def start_rank(
             "RUNNER_PARENT": str(os.getpid()),
         }
     )
-    command = [*python_module("runner.launch.rank_main"), str(folder)]
+    command = [*python_module("runner.launch.rank_main"), str(folder), *map(os.path.abspath, sys.path)]
     return subprocess.Popen(command, env=environ, stdout=output, stderr=output, start_new_session=True)
 
 

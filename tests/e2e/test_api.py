@@ -38,10 +38,17 @@ def test_a_run_is_that_of_the_command(tmp_path: Path) -> None:
     assert (result.export / "model.safetensors").is_file()
 
 
-def test_keys_may_be_a_mapping_and_ranks_are_started(tmp_path: Path) -> None:
+def test_keys_may_be_a_mapping_and_ranks_are_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks find a class in a folder that only this process has on its search path."""
+    (tmp_path / "src/components").mkdir(parents=True)
+    (tmp_path / "src/components/__init__.py").write_text("raise ValueError('not this package')")
+    own = "from components.losses import NextToken\nclass OwnLoss(NextToken): pass\n"
+    (tmp_path / "src/loss_of_a_notebook.py").write_text(own)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "src")])
     keys = dict(word.split("=") for word in EXPORTING)
     run: dict[str, Any] = {"output_dir": str(tmp_path), "name": "it's 2", "max_steps": 2, "export": False}
-    result = api.train(keys | {"parallelism": "fsdp2", "parallelism.dp": 2, "run": run})
+    keys |= {"parallelism": "fsdp2", "stage._target_": "loss_of_a_notebook.OwnLoss"}
+    result = api.train(keys | {"parallelism.dp": 2, "run": run})
     assert len(curve(result.folder)) >= 2
     assert "logs" in {path.name for path in result.folder.iterdir()}  # those of rank 1
     assert result.folder.parent == tmp_path / "it's 2"

@@ -10,7 +10,7 @@ import pytest
 
 from components.contracts.errors import MISTAKE
 from runner import search_path
-from runner.search_path import ROOT, ensure_own_packages, program_first, python_module
+from runner.search_path import ROOT, ensure_own_packages, follow_parent, program_first, python_module
 
 IMPORTS_ALL = """
 from runner.search_path import program_first
@@ -85,6 +85,16 @@ def test_a_process_of_the_program_finds_its_own_packages(folder: Path) -> None:
     assert found.returncode == 0, found.stderr
     components, runner, own = map(Path, found.stdout.split())
     assert (components.parents[1], runner.parents[1], own.parent) == (ROOT, ROOT, folder)
+
+
+def test_a_rank_searches_the_folders_of_its_parent_last(folder: Path) -> None:
+    """The working directory is one of them only if the parent searches it."""
+    program_first()
+    installed = [str(ROOT), "elsewhere", "site-packages"]
+    follow_parent(["scripts", *installed, str(folder), "src"])
+    assert sys.path == [*installed, "scripts", str(folder), "src"]
+    follow_parent(["scripts", *installed])
+    assert sys.path == [*installed, "scripts", "src"]
 
 
 def test_every_process_is_started_so() -> None:
