@@ -54,12 +54,25 @@ def test_a_sweep_under_torchrun_is_refused(
     assert call_here("sweep=lr_layout", "hydra.mode=RUN") == 0, "a single job of the sweep"
 
 
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "1"}, "LOCAL_RANK, WORLD_SIZE is not"),
+        ({"TORCHELASTIC_RUN_ID": "1", "RUNNER_MAX_REQUEUES": "1"}, "add torchrun --signals-to-handle="),
+    ],
+    ids=["a rank of no number", "a torchrun that forwards no notice"],
+)
 def test_half_a_launcher_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environ: dict[str, str],
+    words: str,
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     assert call_here(*SMALL, f"run.output_dir={tmp_path}") == 2
-    assert "LOCAL_RANK, WORLD_SIZE is not" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_a_refused_point_is_listed_and_the_others_run(
