@@ -43,13 +43,12 @@ def step_of(folder: Path) -> int:
 
 
 def create_dir(folder: Path) -> None:
-    """Create an empty folder, removing any checkpoint that was there, incomplete or complete.
+    """Create the folder of a checkpoint; several nodes may do so at once.
 
     Raises:
         FileNotFoundError: if the run folder does not exist any more. It is not created again, because it
             would lack the run's other files.
     """
-    remove(folder)
     folder.parent.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
 
@@ -142,13 +141,15 @@ def prune(checkpoints: Path, keep_last: int, *, keep_best: bool) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, its marker first, so that it does not look complete if the process is killed."""
-    if not checkpoint.exists():
-        return
-    unmark(checkpoint)
-    with contextlib.suppress(FileNotFoundError):  # removed by another node on a shared filesystem
-        sync_folder(checkpoint)
-        shutil.rmtree(checkpoint)
+    """Remove a checkpoint, its marker first, so that it does not look complete if the process is killed.
+
+    Several nodes may remove the same checkpoint of a shared filesystem at once.
+    """
+    while checkpoint.exists():
+        with contextlib.suppress(FileNotFoundError):  # another node has removed a file
+            unmark(checkpoint)
+            sync_folder(checkpoint)
+            shutil.rmtree(checkpoint)
 
 
 def unmark(checkpoint: Path) -> None:

@@ -186,6 +186,8 @@ class CheckpointManager:
     ) -> None:
         """Write data, meta.json and the marker, in this order; an OSError of one rank is raised on all."""
         try:
+            # An earlier checkpoint of this step goes first, on all nodes: they may share the filesystem.
+            self._on_nodes(partial(remove, target), group)
             self._on_nodes(partial(create_dir, target), group)
             files = save_tensors(target, tensors, group)
             self._on_nodes(partial(commit, target, replace(meta, files=files)), group)

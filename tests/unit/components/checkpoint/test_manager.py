@@ -3,8 +3,10 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from components.checkpoint import manager
 from components.checkpoint.dcp import load_tensors, save_tensors
 from components.checkpoint.folder import (
     best_checkpoint,
     complete_checkpoints,
+    create_dir,
     is_complete,
     read_meta,
+    remove,
     step_folder,
 )
 from components.checkpoint.manager import CheckpointManager
 from components.checkpoint.resume import RunIdentity
 from components.contracts.errors import TrainingError
+from tests.patience import patience
 
 IDENTITY = RunIdentity(
     model="abc", data="def", optimizer="adamw", reference=None, seed=1, global_batch_size=8
@@ -267,6 +273,51 @@ def test_pruning_unmarks_before_it_deletes(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         save(p, 2)
     assert steps(tmp_path) == [2]
+
+
+def test_no_node_removes_what_another_has_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two nodes with a shared disk begins only after the other one waits for it, or has created."""
+    met, waiting, done = threading.Barrier(2), threading.Event(), []
+
+    def gather(value: object, _group: object) -> list[object]:
+        waiting.set()
+        met.wait(patience(10))
+        return [value]
+
+    def recording(work: Callable[[Path], None], path: Path) -> None:
+        if work is remove and threading.current_thread() is slow:
+            assert waiting.wait(patience(10))
+        work(path)
+        done.append(work)
+        if work is create_dir:
+            waiting.set()
+
+    for work in (remove, create_dir):
+        monkeypatch.setattr(manager, work.__name__, partial(recording, work))
+    monkeypatch.setattr(manager, "all_gather_objects", gather)
+    monkeypatch.setattr(manager, "save_tensors", lambda *_: {})
+    slow = threading.Thread(target=save, args=(policy(tmp_path), 7))
+    slow.start()
+    save(policy(tmp_path), 7)
+    slow.join()
+    assert done == [remove, remove, create_dir, create_dir]
+
+
+def test_several_nodes_remove_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node has removed a file that this one has listed."""
+    save(policy(tmp_path), 7)
+    unlink = os.unlink
+
+    def too_late(name: str, **where: Any) -> None:
+        unlink(name, **where)
+        if where:  # rmtree gives the folder
+            monkeypatch.setattr(os, "unlink", unlink)
+            raise FileNotFoundError(name)
+
+    path = step_folder(tmp_path / "checkpoints", 7)
+    monkeypatch.setattr(os, "unlink", too_late)
+    remove(path)
+    assert not path.exists()
 
 
 @pytest.fixture
