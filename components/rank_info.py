@@ -41,6 +41,16 @@ class RankInfo:
     """Port at which the ranks meet, with the same default as torch."""
     launched: bool = False
     """Whether torchrun, srun or a parent process has launched this process as a rank."""
+    restarts: int = 0
+    """Number of times that torchrun has started the ranks again after a failure."""
+
+    @property
+    def attempt(self) -> str:
+        """Prefix of the keys of this start in torchrun's store, which keeps the keys of earlier starts.
+
+        A start after a change of the number of nodes has the same number of restarts.
+        """
+        return f"{self.restarts}_of_{self.world_size}"
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -61,6 +71,7 @@ class RankInfo:
             master_addr=environ.get("MASTER_ADDR", cls.master_addr),
             master_port=env_number(environ, "MASTER_PORT", cls.master_port, PORT),
             launched=any(name in environ for name in PLACE),
+            restarts=env_number(environ, "TORCHELASTIC_RESTART_COUNT", cls.restarts, range(10**6)),
         )
 
     @classmethod

@@ -83,8 +83,8 @@ def agree_on_folder(
         SystemExit: with code MISTAKE, if ``prepare`` failed on rank 0, or ``prepare_data`` on the first rank
             of this node.
     """
-    round_key = f"runner/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     place = RankInfo.read(environ)
+    round_key = f"{place.attempt}/runner"
     if place.rank == 0:
         return publish(store, round_key, prepare)
     answer = receive(store, round_key)

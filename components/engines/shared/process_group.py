@@ -26,8 +26,8 @@ def init_process_group(kind: DeviceKind) -> torch.device:
     """Create the default process group and return this rank's device; every rank calls it.
 
     Ranks that the runner, torchrun or srun launched meet at MASTER_ADDR:MASTER_PORT. Each call has its own
-    key prefix in the store, with the number of calls of the rank so far, because the keys of earlier groups
-    remain in the store. A process that was not launched is the only rank and needs no network.
+    key prefix in the store, with the number of calls of the rank since its start, because the keys of earlier
+    groups remain in the store. A process that was not launched is the only rank and needs no network.
     """
     place, device = RankInfo.read(), torch.device("cpu")
     allow_open_files()
@@ -40,10 +40,10 @@ def init_process_group(kind: DeviceKind) -> torch.device:
     backend = own if kind == "cpu" else f"cpu:gloo,{kind}:{own}"
     if place.launched:
         store, rank, world_size = next(dist.rendezvous("env://"))
-        number = store.add(f"groups_of_rank_{rank}", 1)
+        number = store.add(f"{place.attempt}/groups_of_rank_{rank}", 1)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"group_{number}", store),
+            store=dist.PrefixStore(f"{place.attempt}/group_{number}", store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=PATIENCE_S),

@@ -24,6 +24,29 @@ def test_it_waits_longer_than_the_watchdog_in_every_group(timeout_s: float, expe
         process_group.destroy_process_group()
 
 
+def test_a_restart_of_torchrun_does_not_count_the_groups_of_the_start_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the first start, only rank 0 came to its group; torchrun keeps the store."""
+    kept = dist.HashStore()
+    joined: list[dist.Store] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: joined.append(store))
+
+    def join(rank: int, restarts: int) -> dist.Store:
+        place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "TORCHELASTIC_RESTART_COUNT": restarts}
+        for name, value in place.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(kept, rank, 2)]))
+        process_group.init_process_group("cpu")
+        return joined[-1]
+
+    join(0, restarts=0).set("address", "of a process that has ended")
+    mine, theirs = join(0, restarts=1), join(1, restarts=1)
+    assert not theirs.check(["address"])
+    mine.set("address", "of rank 0")
+    assert theirs.get("address") == b"of rank 0"
+
+
 def test_ranks_may_open_as_many_files_as_the_system_allows() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
