@@ -17,15 +17,21 @@ from components.contracts.errors import FAILED, TrainingError
 from runner.standard_streams import print_error
 
 GRACE_S = 10.0
-"""Seconds after the timeout at which faulthandler ends the process, if another thread holds the GIL and the
-watchdog's thread cannot run."""
+"""Seconds after the timeout at which faulthandler writes the stacks, if another thread holds the GIL and the
+watchdog's thread cannot run.
+
+It does not end the process, because its clock does not stop while the process is suspended."""
+SLICE_S = 1.0
+"""Longest wait of the watchdog's thread, in seconds. If it takes over twice as long, the process was
+suspended."""
 
 
 class Watchdog:
     """A thread that ends this process after ``timeout`` seconds without a ``beat``; 0 means never.
 
-    First it writes the stacks of all threads to ``folder/stacks_<rank>.txt``. With ``on_request``, for a rank
-    that a parent or a launcher started, SIGQUIT makes the process write them at any time.
+    Time in which the process is suspended, for example by Ctrl-Z, does not count. First the thread writes the
+    stacks of all threads to ``folder/stacks_<rank>.txt``. With ``on_request``, for a rank that a parent or a
+    launcher started, SIGQUIT makes the process write them at any time.
 
     Args:
         give_up: ends the process; called with the error, on the watchdog's thread.
@@ -58,23 +64,32 @@ class Watchdog:
     def beat(self, doing: str) -> None:
         """Record progress; ``doing`` is the activity that begins, such as "in step 12"."""
         self.doing, self.since = doing, time.monotonic()
+        self._arm()
+
+    def _arm(self) -> None:
         if self.timeout:
-            faulthandler.dump_traceback_later(self.timeout + GRACE_S, file=self.file, exit=True)
+            faulthandler.dump_traceback_later(self._left() + GRACE_S, file=self.file)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ended.set()
         if self.timeout:
-            faulthandler.cancel_dump_traceback_later()
             self.thread.join()
+            faulthandler.cancel_dump_traceback_later()
         if self.on_request:
             faulthandler.unregister(signal.SIGQUIT)
         self.file.close()
         discard_if_empty(self.path)
 
     def _watch(self) -> None:
-        while not self.ended.wait(self._left()):
+        seen = time.monotonic()
+        while not self.ended.wait(min(self._left(), SLICE_S)):
+            now = time.monotonic()
+            if now - seen > 2 * SLICE_S:
+                self.since = min(self.since + now - seen, now)
+                self._arm()
+            seen = now
             if self._left() <= 0:
                 self._give_up()
                 return

@@ -3,7 +3,10 @@
 import faulthandler
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,35 @@ def test_progress_keeps_it_quiet_and_leaves_no_file(tmp_path: Path) -> None:
         watchdog.beat("in step 2")
         assert watchdog._left() > 500
     assert list(tmp_path.iterdir()) == []
+
+
+SUSPENDED = """
+import sys
+from pathlib import Path
+from runner.training import watchdog
+
+watchdog.GRACE_S, watchdog.SLICE_S = 0.1, 0.1
+said = []
+with watchdog.Watchdog(Path(sys.argv[1]), 0, 1, said.append, on_request=False) as found:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    found.thread.join(0.3)
+print(said)
+"""
+
+
+def test_a_suspended_process_continues(tmp_path: Path) -> None:
+    """Neither the watchdog's thread nor faulthandler ends it when it continues."""
+    command = [sys.executable, "-c", SUSPENDED, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGCONT)
+        said, _ = process.communicate("go on\n")
+    assert said == "[]\n"
+    assert process.returncode == 0
 
 
 def test_zero_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
