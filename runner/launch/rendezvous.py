@@ -2,26 +2,31 @@
 
 Rank 0 prepares the run while the other ranks wait at a key-value store instead of a collective, which could
 time out during tokenisation. On each further node the first local rank repeats the preparation of the data:
-it finds the cache if the filesystem is shared, and builds it otherwise.
+it finds the cache if the filesystem is shared, and builds it otherwise. No rank begins to train before every
+node is ready.
 """
 
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
-from components.contracts.errors import MISTAKE, ConfigError
+from components.contracts.errors import MISTAKE, ConfigError, TrainingError
 from components.rank_info import RankInfo
 
 PATIENCE = timedelta(days=2)
 """Time limit for the wait of the other ranks while the data is tokenised."""
+SILENCE = timedelta(minutes=30)
+"""Time limit for the wait of ranks for others of which none tokenises data."""
+BEAT_S = 60.0
+"""Seconds between two signs, to the ranks that wait, that a rank tokenises data."""
 LOOPBACK = "127.0.0.1"
-T = TypeVar("T")
 
 
 def host_loopback_store(port: int = 0) -> dist.TCPStore:
@@ -67,52 +72,99 @@ def connect(environ: Mapping[str, str]) -> dist.TCPStore:
     return store
 
 
-def agree_on_folder(
-    store: dist.Store,
-    environ: Mapping[str, str],
-    prepare: Callable[[], Path],
-    prepare_data: Callable[[], object],
-) -> Path:
-    """Call ``prepare`` on rank 0 and ``prepare_data`` on the first rank of every other node.
+def agree_on_folder(store: dist.Store, environ: Mapping[str, str], prepare: Callable[[], Path]) -> Path:
+    """Call ``prepare`` on rank 0; return the folder that it returned on every rank.
 
-    Every rank calls this function, which returns the folder that ``prepare`` returned on rank 0. On rank 0,
-    errors of ``prepare`` are raised again.
+    Every rank calls this function. On rank 0, errors of ``prepare`` are raised again.
 
     Raises:
-        ConfigError: if the folder does not exist on this node.
-        SystemExit: with code MISTAKE, if ``prepare`` failed on rank 0, or ``prepare_data`` on the first rank
-            of this node.
+        SystemExit: with code MISTAKE, if ``prepare`` failed on rank 0.
     """
     place = RankInfo.read(environ)
-    round_key = f"{place.attempt}/runner"
+    key = f"{place.attempt}/folder"
     if place.rank == 0:
-        return publish(store, round_key, prepare)
-    answer = receive(store, round_key)
+        with telling(store, key, place):
+            folder = prepare()
+        store.set(key, json.dumps({"folder": str(folder)}))
+        return folder
+    store.wait([key], PATIENCE)
+    answer = json.loads(store.get(key))
     if "error" in answer:
         raise SystemExit(MISTAKE)
-    if place.node:
-        node_key = f"{round_key}/node/{place.node}"
-        if place.local_rank == 0:
-            publish(store, node_key, prepare_data)
-        elif "error" in receive(store, node_key):
-            raise SystemExit(MISTAKE)
-    folder = Path(answer["folder"])
-    if not folder.is_dir():
-        raise ConfigError(f"run.output_dir: this node does not see {folder}; put it on a shared filesystem.")
-    return folder
+    return Path(answer["folder"])
 
 
-def publish(store: dist.Store, key: str, prepare: Callable[[], T]) -> T:
-    """Return the result of ``prepare``. Under ``key``, write the result if it is a folder, or the error."""
+def prepare_nodes(
+    store: dist.Store, environ: Mapping[str, str], folder: Path, prepare_data: Callable[[], object]
+) -> None:
+    """Call ``prepare_data`` on the first rank of every node except the first, and wait for all ranks.
+
+    Every rank calls this function with the ``folder`` of ``agree_on_folder``. Without the wait, the other
+    ranks would wait in a collective, which could time out. Errors of ``prepare_data`` are raised again.
+
+    Raises:
+        ConfigError: if the folder does not exist on this node; on rank 0, also if another rank failed here.
+        SystemExit: on the other ranks, with code MISTAKE, if another rank failed here.
+        TrainingError: if no rank has made progress for the time ``SILENCE``.
+    """
+    place = RankInfo.read(environ)
+    key = f"{place.attempt}/ready"
+    with telling(store, key, place):
+        if place.node and place.local_rank == 0:
+            with beating(store, f"{key}/beats"):
+                prepare_data()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"run.output_dir: this node does not see {folder}; put it on a shared filesystem."
+            )
+    if store.add(f"{key}/ranks", 1) == place.world_size:
+        store.set(key, "{}")
+    wait_while_beating(store, key, f"{key}/beats")
+    answer = json.loads(store.get(key))
+    if "error" in answer:
+        raise ConfigError(answer["error"]) if place.rank == 0 else SystemExit(MISTAKE)
+
+
+@contextmanager
+def telling(store: dist.Store, key: str, place: RankInfo) -> Iterator[None]:
+    """If the context raises an error, write it to ``store`` under ``key``, for the other ranks."""
     try:
-        found = prepare()
+        yield
     except BaseException as error:
-        store.set(key, json.dumps({"error": str(error)}))
+        words = str(error) or type(error).__name__
+        store.set(key, json.dumps({"error": f"node {place.node}: {words}"}))
         raise
-    store.set(key, json.dumps({"folder": str(found)} if isinstance(found, Path) else {}))
-    return found
 
 
-def receive(store: dist.Store, key: str) -> dict[str, str]:
-    store.wait([key], PATIENCE)
-    return json.loads(store.get(key))
+@contextmanager
+def beating(store: dist.Store, key: str) -> Iterator[None]:
+    """Increment the counter ``key`` every ``BEAT_S`` seconds until the context is left."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        with suppress(dist.DistError):  # rank 0 has ended; the main thread notices it, too
+            while not ended.wait(BEAT_S):
+                store.add(key, 1)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def wait_while_beating(store: dist.Store, key: str, beats: str) -> None:
+    """Wait for ``key`` as long as the counter ``beats`` grows; raise TrainingError if it does not."""
+    seen = 0
+    while True:
+        try:
+            return store.wait([key], SILENCE)
+        except dist.DistStoreError:
+            before, seen = seen, store.add(beats, 0)
+            if seen == before:
+                raise TrainingError(
+                    f"some ranks have not begun to train after {SILENCE}, and no node prepares data; look "
+                    "at the output of the other nodes."
+                ) from None

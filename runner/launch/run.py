@@ -52,7 +52,7 @@ def run(
         TrainingError: if a rank failed.
         SystemExit: if a signal has stopped the run or came after its last step, with code DONE, or
             INTERRUPTED for an evaluation; a sweep then starts no other job. With code MISTAKE on the other
-            ranks of torchrun or srun, after rank 0 could not prepare the run.
+            ranks of torchrun or srun, after one could not prepare the run.
         KeyboardInterrupt: if a signal came twice, or before there was state to save.
     """
     launch, place = check_launch(config, where, command, began), RankInfo.read()
@@ -86,13 +86,15 @@ def run_launched(launch: RunPreparation, place: RankInfo, on_folder: Callable[[P
     Rank 0 also prepares and concludes the run.
     """
     store = rendezvous.connect(os.environ)
-    folder = rendezvous.agree_on_folder(store, os.environ, partial(prepare, launch), launch.prepare_data)
+    folder = rendezvous.agree_on_folder(store, os.environ, partial(prepare, launch))
     on_folder(folder)
     if place.rank != 0:
+        rendezvous.prepare_nodes(store, os.environ, folder, launch.prepare_data)
         with reporting_failures(folder):
             run_rank(folder, partial(give_up, launch, folder))
         return RunRecord.read(folder).results.final_loss()
     with ending(folder, launch) as late_signal:
+        rendezvous.prepare_nodes(store, os.environ, folder, launch.prepare_data)
         with reporting_failures(folder):
             late_signal.number = run_rank(folder, partial(give_up, launch, folder))
         with handling(late_signal):
