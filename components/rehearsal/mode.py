@@ -226,10 +226,11 @@ class RehearsalMode(TorchDispatchMode):
         name = func._schema.name.removeprefix("_c10d_functional::")
         words = (value for value in reversed(args) if isinstance(value, str))
         group = next((word for word in words if word not in REDUCTIONS), None)
+        if group is None:
+            return args[0]  # wait_tensor, whose fake result would be a second tensor in memory
         out = self._compute(func, args, kwargs, None)
-        if group is not None:  # wait_tensor has none
-            resolved = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-            self.traffic.add(name, dist.get_process_group_ranks(resolved), (*args, out))
+        resolved = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        self.traffic.add(name, dist.get_process_group_ranks(resolved), (*args, out))
         return out
 
 

@@ -79,6 +79,14 @@ class FSDP2Layout:
         size = self.blocks_per_group
         return [blocks[first : first + size] for first in range(0, len(blocks), size)]
 
+    def ranks_with_own_experts(self, number: int, shards: int) -> int:
+        """Return the number of ranks that split ``number`` experts of a layer into parts of whole experts.
+
+        These are all ``shards`` ranks that shard a parameter, if they can have equal parts. If not, the ep
+        ranks have such parts, and FSDP splits the matrices of these experts.
+        """
+        return shards if number % shards == 0 else self.ep
+
     def gathers_frozen(self, shards: int) -> bool:
         """Return whether FSDP also gathers frozen weights, which are sharded over ``shards`` ranks.
 

@@ -17,6 +17,7 @@ from components.engines.shared.microbatch_merging import MAX_TOKENS, largest_num
 from components.engines.shared.recomputation import recomputed_modules
 from components.engines.shared.ulysses import head_repeats
 from components.models.attention_shape import attention_shape
+from components.models.experts import number_of_experts
 from components.models.mtp import num_mtp_layers
 from components.models.nf4 import BLOCK
 from components.models.scalar_head import output_head
@@ -173,11 +174,11 @@ def memory(
     if isinstance(optimizer, TorchClass) and optimizer.updates_together and on_gpu:
         asked.append({"gradients": gradients, "buffers": gradients})
     if needs_whole_weights(optimizer):
-        ranks = step.world_size
-        whole = parameters(model, ParallelSizes(ep=layout.ep), step.adapter)
-        owned = owned_state(optimizer, whole, ranks, ranks // layout.ep)
+        split = layout.ranks_with_own_experts(number_of_experts(model), shards)
+        whole = parameters(model, ParallelSizes(ep=split), step.adapter)
+        owned = owned_state(optimizer, whole, step.world_size, shards * layout.tp // split)
         resting["moments"] = owned.moments
-        gathered = 2 * owned.weights if ranks > 1 else 0
+        gathered = 2 * (owned.weights - owned.unshared)
         asked.append({"gradients": gradients, "gathered": gathered, "buffers": owned.buffers})
     if step.reference == "frozen":
         another = step.reference_model or model

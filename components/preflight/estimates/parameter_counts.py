@@ -108,8 +108,10 @@ class OwnedState(NamedTuple):
 
     weights: int
     moments: int
+    unshared: int
+    """Bytes of the weights that only this rank has."""
     buffers: int
-    """Bytes of two copies of the largest weight, while it is updated."""
+    """Bytes of two copies of the largest weight, while it is updated. AdamW in Muon needs one."""
 
 
 def owned_state(optimizer: Optimizer, found: Sequence[Parameter], plain: int, experts: int) -> OwnedState:
@@ -124,9 +126,12 @@ def owned_state(optimizer: Optimizer, found: Sequence[Parameter], plain: int, ex
         if p.trained
         for _ in range(max(p.number, 1))
     ]
-    held, per_element = {0: (0, 0)}, state_bytes(optimizer)
-    for (_, size, name), owner in zip(each, owners((ranks, size) for ranks, size, _ in each), strict=True):
+    held, per_element, buffers = {0: (0, 0, 0)}, state_bytes(optimizer), 0
+    places = owners((ranks, size) for ranks, size, _ in each)
+    for (ranks, size, name), owner in zip(each, places, strict=True):
         alone = isinstance(optimizer, Muon) and optimizer.orthogonalises(name, 2)
-        weights, moments = held.get(owner, (0, 0))
-        held[owner] = weights + size, moments + (size if alone else int(size * per_element / 4))
-    return OwnedState(*max(held.values(), key=sum), 2 * max((size for _, size, _ in each), default=0))
+        buffers = max(buffers, size * (2 if alone or not isinstance(optimizer, Muon) else 1))
+        weights, moments, unshared = held.get(owner, (0, 0, 0))
+        moments += size if alone else int(size * per_element / 4)
+        held[owner] = weights + size, moments, unshared + size * (ranks == 1)
+    return OwnedState(*max(held.values(), key=lambda state: state[0] + state[1]), buffers)

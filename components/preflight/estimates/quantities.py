@@ -115,6 +115,8 @@ class ModelSize:
     """Number of trained expert parameters."""
     mtp_layers: int = 0
     """Number of the ``layers`` that predict a later token (MTP)."""
+    num_experts: int = 0
+    """Number of experts of a MoE layer."""
     num_moe_layers: int = 0
     """Number of MoE layers."""
     top_k: int = 0

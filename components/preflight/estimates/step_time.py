@@ -7,7 +7,7 @@ from statistics import fmean
 from components.engines.fsdp2.float8 import float8_linears
 from components.engines.fsdp2.parallelize import block_prefixes
 from components.models.attention_shape import attention_shape
-from components.models.experts import BIAS, moe_blocks, share_of_experts
+from components.models.experts import BIAS, moe_blocks, number_of_experts, share_of_experts
 from components.models.mtp import num_mtp_layers
 from components.models.scalar_head import ties_embedding
 from components.preflight.engine_layouts import comm_cost, has_owners, mesh_info
@@ -55,6 +55,7 @@ def model_size(case: Candidate) -> ModelSize:
         experts=sum(p.numel for p in experts),
         trained_experts=sum(p.numel for p in experts if p.trained),
         mtp_layers=num_mtp_layers(config),
+        num_experts=number_of_experts(case.model),
         num_moe_layers=len(layers),
         top_k=config.num_experts_per_tok if layers else 0,
         has_shared_experts=any(

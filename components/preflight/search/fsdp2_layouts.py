@@ -108,14 +108,18 @@ def activation_volumes(
 
 
 def whole_updates(layout: FSDP2Layout, size: ModelSize, shards: int) -> Iterator[CommVolume]:
-    """Estimate the bytes of gathering gradients and values, and of broadcasting the updated weights."""
-    experts, tp = size.trained_experts / layout.ep, layout.tp
-    for whole, over in ((size.trained - size.trained_experts, shards), (experts, shards // layout.ep)):
-        if not whole:
-            continue
-        copies = {"dp_shard": over, "tp": tp, "dp_replicate": layout.dp_replicate}
+    """Estimate the bytes of gathering gradients and values, and of broadcasting the updated weights.
+
+    Every replica updates its own experts.
+    """
+    split, tp = layout.ranks_with_own_experts(size.num_experts, shards), layout.tp
+    for whole, over, replicas in (
+        (size.trained - size.trained_experts, shards, layout.dp_replicate),
+        (size.trained_experts / split, shards // split, 1),
+    ):
+        copies = {"dp_shard": over, "tp": tp, "dp_replicate": replicas}
         joint = [name for name, ranks in copies.items() if ranks > 1]
-        ranks = over * tp * layout.dp_replicate
+        ranks = over * tp * replicas
         yield CommVolume("dp_shard", 2 * FP32 * all_gather_bytes(whole / tp, over), when="at_end")
         yield CommVolume("tp", 2 * FP32 * all_gather_bytes(whole, tp), when="at_end")
         sent = FP32 * all_gather_bytes(whole, ranks)
