@@ -1,8 +1,10 @@
 """Collectives of a rank, by process group and kind."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -38,9 +40,22 @@ class Traffic:
         """Count a call. Its size is that of its inputs or of its outputs, whichever is larger."""
         tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor)] for value in args]
         first = next(tensor for each in tensors for tensor in each)
-        exchange = Exchange(collective, tuple(ranks), str(first.dtype).removeprefix("torch."), self.moment)
+        moment = "backward" if is_pipeline_gradient(first) else self.moment
+        exchange = Exchange(collective, tuple(ranks), str(first.dtype).removeprefix("torch."), moment)
         self.calls[exchange] += 1
         self.num_bytes[exchange] += max(sum(t.numel() * t.element_size() for t in each) for each in tensors)
+
+
+def is_pipeline_gradient(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is sent to the previous pipeline stage, or received from the next one.
+
+    Megatron does this after the backward pass of a stage, when no pass is running.
+    """
+    walked: FrameType | None = sys._getframe(1)
+    while walked is not None and walked.f_code.co_name not in ("_p2p_ops", "_batched_p2p_ops"):
+        walked = walked.f_back
+    of = {} if walked is None else walked.f_locals
+    return any(of.get(name) is tensor for name in ("tensor_send_prev", "tensor_recv_next"))
 
 
 def group_of(args: Arguments) -> dist.ProcessGroup | None:

@@ -626,11 +626,19 @@ def test_kept_weights_are_gathered_once_for_all_micro_batches(tmp_path: Path) ->
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_gradients_and_weights_are_exchanged_during_passes(rank: int, tmp_path: Path) -> None:
-    """After the backward pass, data-parallel ranks exchange only norms and counts."""
+    """After the backward pass, data-parallel ranks exchange only norms and counts.
+
+    Between two stages, hidden states belong to the forward pass, and their gradients to the backward pass.
+    """
     on = ["parallelism=pp2", "parallelism.dp=2", "parallelism.distributed_optimizer=true"]
     found = rehearse(tmp_path, *ROW, *on, f"preflight.rank={2 * rank}")
     sent = {row["moment"]: row["bytes"] for row in found.sections["traffic"] if row["group"] == "dp"}
     assert min(sent["forward"], sent["backward"]) > 100 * sent.get("update", 0)
+    between = {
+        (row["collective"], row["moment"]) for row in found.sections["traffic"] if row["group"] == "pp"
+    }
+    assert between >= {(("send", "recv")[rank], "forward"), (("recv", "send")[rank], "backward")}
+    assert not between & {(("recv", "send")[rank], "forward"), (("send", "recv")[rank], "backward")}
 
 
 def test_fused_functions_are_fewer_kernels(tmp_path: Path) -> None:
