@@ -131,6 +131,10 @@ LARGE = {
     "8b lora on one rank": [*OF_8B, KEPT, "parallelism=single", "adapter=lora", "stage=pt"],
     "8b dpo on one rank": [*OF_8B, KEPT, "parallelism=single", "stage=dpo"],
     "1b reward model": [*OF_1B, "parallelism=fsdp2", "parallelism.dp=8", "stage=rm", NOISE],
+    "1b reward model in narrow blocks": [
+        *OF_1B,
+        *("parallelism=fsdp2_tp2", "parallelism.dp=2", KEPT, "stage=rm"),
+    ],
     "1b megatron reward model in fp16": [
         *OF_1B,
         FOUR,
@@ -358,6 +362,8 @@ TENSOR_PARALLEL = {
     "fsdp2 recomputed": [*FSDP2, "stage=dpo", RECOMPUTED],
     "fsdp2 lora": [*FSDP2, "adapter=lora", "adapter.r=1"],
     "fsdp2 modules": [*FSDP2, *MODULES],
+    "fsdp2 reward model": [*OF_1B, *FSDP2, "stage=rm", KEPT],
+    "megatron reward model": ["parallelism=tp2", "parallelism.sequence_parallel=true", "stage=rm"],
     "megatron modules": ["parallelism=tp2", "parallelism.sequence_parallel=true", *MODULES],
 }
 REPLICAS = ["parallelism=fsdp2", "parallelism.dp=4", "parallelism.dp_replicate=2"]

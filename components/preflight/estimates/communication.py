@@ -25,6 +25,7 @@ def tp_volume(
     num_bytes: float,
     *,
     ends: float,
+    sequence_parallel: bool = False,
     repeated: float,
     forward_passes: int,
     whole_mlps: float = 0,
@@ -37,7 +38,8 @@ def tp_volume(
     pass. Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter, which together
     send the same number of bytes (Korthikanti et al., 2022). The embedding has one all-reduce in the forward
     pass, and the head one in the backward pass; with sequence parallelism, the embedding and the head each
-    have an all-gather or a reduce-scatter in both passes. Each MTP layer also has an embedding and a head.
+    have an all-gather or a reduce-scatter in both passes. A scalar head has only the first all-gather. Each
+    MTP layer also has an embedding and a head.
 
     Args:
         ends: share of the embedding and of the head that a rank holds, 1 without pipelining.
@@ -50,6 +52,8 @@ def tp_volume(
     blocks = size.layers - whole_mlps / 2
     # With a frozen embedding, it and the input of the first block need no gradients.
     each, mtp = 4 if size.all_trained else 2, size.mtp_layers
+    if size.scalar_head:
+        each -= 1 if sequence_parallel else 2
     calls = blocks * (8 + repeated) + 2 * repeated_mlps + ends * (each + mtp * (each + merges))
     calls += forward_passes * (4 * blocks + 2 * ends)
     return CommVolume("tp", calls * all_gather_bytes(num_bytes, tp), when="exposed")

@@ -211,6 +211,7 @@ class StepMemory:
         during_forward           of a group of blocks: its weights, prefetched ones, saved activations
         during_experts           of a block in the forward pass: also temporaries of its experts
         during_head              in both passes: all saved activations, logits, the gradient of the head
+        during_last_norm         in its backward pass: all saved activations, and temporaries of the norm
         during_block             in the backward pass: recomputed activations and gradients of the block,
                                  prefetched weights, gradients of the next group that are being sent
         during_expert_reduction  gradients of a block's experts, and their reduction buffer
@@ -262,6 +263,8 @@ class StepMemory:
             yield from (self.during_forward(number) for number in range(len(self.groups)))
         yield self.during_head(passes_back=False)
         yield self.during_head(passes_back=True)
+        if not self.num_mtp_layers:  # which begin with norms of their own
+            yield self.during_last_norm()
         for number, block in enumerate(self.blocks):
             yield from (self.during_block(number, part) for part in ("mlp", "norm"))
             if block.is_mtp:
@@ -327,6 +330,18 @@ class StepMemory:
             "gradients": gradients,
         }
         return add_by_name(head, own, *[self.kept_by_head] * self.num_mtp_layers)
+
+    def during_last_norm(self) -> Bytes:
+        """Return the bytes in the backward pass of the last norm, whose product has been freed."""
+        last, reshards = self.blocks[-1], self.layout.reshard_after_forward
+        own = last.norm_input + last.norm_gradients
+        gradients = self.accumulated_grads(self.weights.parts) + self.sharded_grads(len(self.blocks))
+        return {
+            "gathered": self.gathered(() if reshards else self.weights.blocks)
+            + (self.sent(*self.parts_of(self.groups[-1])) if reshards else 0),
+            "activations": self.saved(len(self.blocks), resident=1) + self.tokens * self.hidden * own,
+            "gradients": gradients + self.weights.head * self.size,
+        }
 
     @property
     def num_mtp_layers(self) -> int:

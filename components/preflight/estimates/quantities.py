@@ -107,6 +107,8 @@ class ModelSize:
     kv_width: int
     """Key-value heads x head_dim, the mean of the widths of keys and values."""
     kv_heads: int
+    scalar_head: bool = False
+    """Whether the head is that of a reward model, which no rank splits."""
     outside_blocks: int = 0
     """Number of parameters outside of blocks: embedding, last norm and head."""
     experts: int = 0

@@ -9,7 +9,7 @@ from components.engines.fsdp2.parallelize import block_prefixes
 from components.models.attention_shape import attention_shape
 from components.models.experts import BIAS, moe_blocks, number_of_experts, share_of_experts
 from components.models.mtp import num_mtp_layers
-from components.models.scalar_head import ties_embedding
+from components.models.scalar_head import has_scalar_head, ties_embedding
 from components.preflight.engine_layouts import comm_cost, has_owners, mesh_info
 from components.preflight.estimates.device_specs import HOST, Device
 from components.preflight.estimates.flops import (
@@ -51,6 +51,7 @@ def model_size(case: Candidate) -> ModelSize:
         q_width=of.number * (of.key + of.value) // 2,
         kv_width=of.shared * (of.key + of.value) // 2,
         kv_heads=of.shared,
+        scalar_head=has_scalar_head(case.model),
         outside_blocks=sum(p.numel for p in found if not p.name.startswith(in_blocks)),
         experts=sum(p.numel for p in experts),
         trained_experts=sum(p.numel for p in experts if p.trained),

@@ -72,6 +72,7 @@ def comm_cost(layout: Layout, size: ModelSize, step: CommInputs) -> StepCost:
                 tp,
                 hidden,
                 ends=1 / pp,
+                sequence_parallel=layout.sequence_parallel,
                 repeated=again,
                 forward_passes=step.forward_passes,
                 whole_mlps=whole,
