@@ -18,7 +18,19 @@ LITTLE = [word for word in SMALL if not word.startswith("run.device")]
 TINY_EXPERTS = ["model=moe_tiny", "data.max_length=128", "run.max_steps=4"]
 TINY_DEEPSEEK = ["model=deepseek_tiny", "data.max_length=128", "run.max_steps=4"]
 ROUTER_LOSSES = ["model.moe.aux_loss=global_batch", "model.moe.z_loss_coef=0.001"]
-DPO_LOSSES = ["stage=dpo", "stage.loss=[sigmoid,bco_pair,sft]"]
+DPO_LOSSES = ["stage=dpo", "stage.loss=[sigmoid,bco_pair,sft]", "stage.loss_weights=[0.8,0.2,1.0]"]
+OF_PAIRS = ["stage.label_smoothing=0.1", "stage.rpo_alpha=0.5", "stage.f_divergence=js_divergence"]
+OF_TOKENS = [
+    *("stage.label_smoothing=0.1", "stage.z_loss=0.001"),
+    *("stage.token_accuracy=true", "stage.normalize=sequence"),
+]
+OF_WEIGHTS = [
+    "optimizer.groups=[{match:'*.embed_tokens.*',lr:1e-5,weight_decay:0}]",
+    'model.add_tokens=["<one>","<two>"]',
+]
+RANK_STABILIZED = ["adapter=lora", "adapter.rslora=true", "adapter.target_modules=attention"]
+CENTERED = ["stage=rm", "stage.center_rewards_coefficient=0.01"]
+LAST_BLOCK = "model.train_only=['*.layers.1.*']"
 NADAM = ["optimizer=torch", "optimizer._target_=torch.optim.NAdam"]
 IN_PART = ["parallelism.activation_checkpointing=full", "parallelism.recompute_num_layers=1"]
 TWO_EACH = "run.global_batch_size=8"  # two micro-batches on each of two ranks
@@ -40,22 +52,27 @@ FSDP2 = {
         "model.freeze=[model.embed_tokens.*,'*.layers.0.*']",
     ],
     "orpo": ["parallelism=fsdp2", "stage=orpo"],
-    "rm adafactor": ["parallelism=fsdp2_tp2", "stage=rm", "optimizer=adafactor"],
+    "rm adafactor": ["parallelism=fsdp2_tp2", *CENTERED, "optimizer=adafactor"],
     "cpo lion": ["parallelism=fsdp2", "stage=cpo", "optimizer=lion"],
     "simpo adamw_8bit": ["parallelism=fsdp2_cp2", "stage=simpo", "optimizer=adamw_8bit"],
     "several losses muon": ["parallelism=fsdp2_tp2", *DPO_LOSSES, "optimizer=muon", "preflight.rank=1"],
     "precomputed": ["parallelism=fsdp2", "stage=dpo", "stage.reference=precomputed"],
-    "ld dpo": ["parallelism=single", "stage=dpo", "stage.ld_alpha=0.5"],
+    "ld dpo": ["parallelism=single", "stage=dpo", "stage.ld_alpha=0.5", *OF_PAIRS],
     "shared prompt": ["parallelism=fsdp2", "stage=dpo", "data.share_prompt=true"],
     "offload": ["parallelism=fsdp2", "parallelism.cpu_offload=true"],
     "activation offloading": ["parallelism=fsdp2", "parallelism.activation_offloading=true", "stage=dpo"],
-    "groups": ["parallelism=fsdp2", "parallelism.blocks_per_group=2", "parallelism.prefetch_groups=1"],
-    "sgd": ["parallelism=fsdp2", "optimizer=sgd", "run.log_num_zeros=true"],
-    "lora": ["parallelism=fsdp2_tp2", "adapter=lora", "adapter.dropout=0.1", "stage=dpo"],
+    "groups": [
+        "parallelism=fsdp2",
+        "parallelism.blocks_per_group=2",
+        "parallelism.prefetch_groups=1",
+        LAST_BLOCK,
+    ],
+    "sgd": ["parallelism=fsdp2", "optimizer=sgd", "run.log_num_zeros=true", *OF_TOKENS, *OF_WEIGHTS],
+    "lora": ["parallelism=fsdp2_tp2", *RANK_STABILIZED, "adapter.dropout=0.1", "stage=dpo"],
     "pissa": ["parallelism=fsdp2", "adapter=lora", "adapter.init_lora_weights=pissa"],
     "dora": ["parallelism=fsdp2", "adapter=dora", "parallelism.reduce_gradients=every", TWO_EACH],
     "qlora": ["parallelism=fsdp2", "adapter=qlora", "stage=dpo"],
-    "fp8": ["parallelism=single", "run.dtype=fp8"],
+    "fp8": ["parallelism=single", "run.dtype=fp8", "parallelism.fp8_recipe=rowwise_with_gw_hp"],
     "fp8 gathered": [*GATHERED, "stage=dpo"],
     "router losses": [*TINY_EXPERTS, "parallelism=fsdp2_ep2", *ROUTER_LOSSES],
     "experts lora": [*TINY_EXPERTS, "parallelism=fsdp2", "adapter=lora"],
@@ -88,7 +105,7 @@ MEGATRON = {
         "parallelism.last_stage_layers=1",
         "model.architecture.num_hidden_layers=4",
         "parallelism.tp=2",
-        "stage=rm",
+        *CENTERED,
         "optimizer=lion",
         "preflight.rank=4",
     ],
@@ -113,13 +130,21 @@ MEGATRON = {
     ],
     "padded": ["parallelism=tp2", "data.packing=none", "stage=kto"],
     "recomputation in part": ["parallelism=pp2", *IN_PART, *NADAM],
+    "orpo": ["parallelism=tp2", "stage=orpo", LAST_BLOCK],
+    "precomputed": [
+        "parallelism=pp2",
+        "stage=dpo",
+        "stage.reference=precomputed",
+        "stage.ld_alpha=0.5",
+        *OF_PAIRS,
+    ],
     "activation offloading": [
         "parallelism=pp2",
         "parallelism.activation_offloading=true",
         "parallelism.activation_checkpointing=selective",
     ],
-    "sgd": ["parallelism=tp2", "optimizer=sgd", "run.log_num_zeros=true"],
-    "lora": ["parallelism=tp2", "adapter=lora", "adapter.dropout=0.1", "stage=dpo"],
+    "sgd": ["parallelism=tp2", "optimizer=sgd", "run.log_num_zeros=true", *OF_TOKENS, *OF_WEIGHTS],
+    "lora": ["parallelism=tp2", *RANK_STABILIZED, "adapter.dropout=0.1", "stage=dpo"],
     "pissa": [
         "parallelism=tp2",
         "adapter=lora",

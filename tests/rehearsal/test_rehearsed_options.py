@@ -28,6 +28,23 @@ NOT_REHEARSED: Mapping[str, Mapping[str, str]] = {
 """Engine -> keys of its layout that no rehearsal sets, and the reason."""
 
 
+SCALES = "a number in a formula"
+A_FOLDER = "it needs the files of a model or of an adapter, which are read as others are"
+BY_OPTION = "another option of the group sets it"
+NOT_GIVEN: Mapping[str, Mapping[str, str]] = {
+    "stage": {
+        **dict.fromkeys(
+            ("beta", "cpo_alpha", "simpo_gamma", "alpha_divergence_coef", "discopop_tau"), SCALES
+        ),
+        **dict.fromkeys(("desirable_weight", "undesirable_weight", "sync_reference_mixup"), SCALES),
+        "kind": BY_OPTION,
+        "reference_path": A_FOLDER,
+    },
+    "adapter": {"alpha": SCALES, "path": A_FOLDER, "dora": BY_OPTION, "quantize": BY_OPTION},
+}
+"""Group -> keys of its options that no rehearsal gives, and the reason."""
+
+
 def values_of(layout: str) -> dict[str, Any]:
     """Return the values in conf/parallelism/LAYOUT.yaml and in its defaults."""
     own = yaml.safe_load((CONF / "parallelism" / f"{layout}.yaml").read_text())
@@ -77,6 +94,14 @@ def test_every_option_of_a_group_is_rehearsed(group: str) -> None:
     (default,) = (entry[group] for entry in DEFAULTS if group in entry)
     found = {chosen(words, group, default) for engine in ROWS for words in of_engine(engine)}
     assert found == {path.stem for path in (CONF / group).glob("*.yaml")}
+
+
+@pytest.mark.parametrize("group", ["stage", "adapter"])
+def test_every_key_of_a_group_is_rehearsed(group: str) -> None:
+    """Some configuration gives it by name. Numbers that only scale a term change nothing on a GPU."""
+    keys = {key for path in (CONF / group).glob("*.yaml") for key in yaml.safe_load(path.read_text())}
+    given = {key for engine in ROWS for words in of_engine(engine) for key in overridden(words, f"{group}.")}
+    assert keys - {"_target_", "defaults"} - given == NOT_GIVEN[group].keys()
 
 
 @pytest.mark.parametrize("engine", ROWS)
