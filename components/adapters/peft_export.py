@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 from components.adapters.lora_config import INITIAL, A, B, LoRA, initial_name
 from components.adapters.peft_folder import CONFIG, PREFIX, TENSORS
 from components.adapters.target_modules import leaf_names, linear_names, matches
-from components.checkpoint.dcp import all_gather_objects
+from components.checkpoint.dcp import gather_results
 from components.models import ModelSpec, nf4
 from components.models.export.hf_file_names import file_names, module_name
 from components.models.export.hf_folder import SHARD_BYTES, rank, write_safetensors, write_shards
@@ -30,31 +29,31 @@ def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, 
     Every rank calls this function with the tensors that it writes: their names in memory, and full
     (unsharded) tensors. Each tensor is written by one rank only. From tensors in fp32, training continues
     bitwise. ``path`` is on a filesystem that all ranks share. The folder is complete when the function
-    returns on any rank. Iterating over ``tensors`` may involve collectives. With pissa, A and B in the file
-    are ``[A; A0]`` and ``[B, -B0]``, as in peft's conversion.
+    returns on any rank. Iterating over ``tensors`` may involve collectives. An error on one rank is raised on
+    all ranks. With pissa, A and B in the file are ``[A; A0]`` and ``[B, -B0]``, as in peft's conversion.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    model = spec.meta_model
-    rename = file_names(model.config.model_type)
+    rename = file_names(spec.meta_model.config.model_type)
     renamed = ((PREFIX + rename(name), tensor) for name, tensor in tensors)
-    written = all_gather_objects(write_shards(path, renamed, SHARD_BYTES), None)
-    if rank() == 0:
-        # peft reads a single file.
-        files = [file for shards in written for file, _ in shards]
-        merged: dict[str, Tensor] = {}
-        for file in files:
-            merged |= load_file(file)
-        write_safetensors(with_initial(merged) if adapter.is_pissa else merged, path / TENSORS)
-        for file in files:
-            file.unlink()
-        peft_config(adapter.exported, model, spec).save_pretrained(str(path))
-        if adapter.quantize is not None:
-            quantized = adapter.quantized_weights(model)
-            linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-            nf4.write_quantization_config(path, [n for n in linear if f"{n}.weight" not in quantized])
-        shutil.copymode(path / CONFIG, path / TENSORS)  # safetensors lets only the owner read its files
-    if dist.is_initialized():
-        dist.barrier()
+    written = gather_results(lambda: write_shards(path, renamed, SHARD_BYTES))
+    files = [file for shards in written for file, _ in shards]
+    gather_results(lambda: merge_shards(adapter, spec, files, path) if rank() == 0 else None)
+
+
+def merge_shards(adapter: LoRA, spec: ModelSpec, files: list[Path], path: Path) -> None:
+    """Replace ``files`` by the single file that peft reads, and write the configurations next to it."""
+    model = spec.meta_model
+    merged: dict[str, Tensor] = {}
+    for file in files:
+        merged |= load_file(file)
+    write_safetensors(with_initial(merged) if adapter.is_pissa else merged, path / TENSORS)
+    for file in files:
+        file.unlink()
+    peft_config(adapter.exported, model, spec).save_pretrained(str(path))
+    if adapter.quantize is not None:
+        quantized = adapter.quantized_weights(model)
+        linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+        nf4.write_quantization_config(path, [n for n in linear if f"{n}.weight" not in quantized])
+    shutil.copymode(path / CONFIG, path / TENSORS)  # safetensors lets only the owner read its files
 
 
 def with_initial(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

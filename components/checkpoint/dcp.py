@@ -6,7 +6,7 @@ Face parameter names, ``evaluated/<name>`` of an optimizer with other weights fo
 ``rng_cuda/<rank>``, and Megatron's ``rng_<device>_<name>/<rank>``. Weights and moments are fp32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 from warnings import catch_warnings, filterwarnings
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from components.checkpoint.file_records import AliasPlanner, FileRecord, MeasuredWriter
 from components.checkpoint.safe_reader import CheckpointReader, read_metadata
-from components.contracts.errors import TrainingError
+from components.contracts.errors import ConfigError, TrainingError
 from components.json_text import one_line
 
 EVALUATED = "evaluated"
@@ -94,6 +94,27 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
     found = [value] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
+
+
+def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Call ``work`` and all-gather the results, ordered by rank; an error on one rank is raised on all ranks.
+
+    Collective if there is a process group. On the other ranks, an error that is not an OSError, a ConfigError
+    or a TrainingError is a RuntimeError, because pickle may not be able to copy it.
+    """
+    results: list[T] = []
+    failure: Exception | None = None
+    try:
+        results.append(work())
+    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait
+        failure = error
+    is_ours = isinstance(failure, OSError | ConfigError | TrainingError | None)
+    shared = failure if is_ours else RuntimeError(f"{type(failure).__name__}: {failure}")
+    everywhere = all_gather_objects((results, shared), group)
+    for raised in (failure, *(of_rank for _, of_rank in everywhere)):
+        if raised is not None:
+            raise raised
+    return [result for own, _ in everywhere for result in own]
 
 
 def cause(error: dcp.CheckpointException, message: str) -> BaseException:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.checkpoint.async_save import RUNNING, AsyncSaver
-from components.checkpoint.dcp import all_gather_objects, save_tensors
+from components.checkpoint.dcp import gather_results, save_tensors
 from components.checkpoint.folder import (
     CheckpointMeta,
     commit,
@@ -204,16 +204,8 @@ class CheckpointManager:
             log.warning("%s: older checkpoints could not be removed: %s", self.folder, error)
 
     def _on_nodes(self, work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-        """Run ``work`` on the first rank of every node; if one raises an OSError, raise it on all ranks.
+        """Run ``work`` on the first rank of every node; an error of one is raised on all ranks.
 
         Collective over ``group``. None means the default group.
         """
-        refusal: OSError | None = None
-        if self.first_of_node:
-            try:
-                work()
-            except OSError as error:
-                refusal = error
-        for refused in all_gather_objects(refusal, group):
-            if refused is not None:
-                raise refused
+        gather_results(lambda: work() if self.first_of_node else None, group)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from components.checkpoint.dcp import all_gather_objects
+from components.checkpoint.dcp import gather_results
 from components.models.config import ModelSpec
 from components.models.export.hf_file_names import file_names
 
@@ -39,17 +39,18 @@ def export_folder(
     (unsharded) tensors in the ``stored_dtype`` of ``dtype``. Each tensor is written by one rank only, and a
     tied tensor under one name only. ``path`` is on a filesystem that all ranks share. The folder is complete
     when the function returns on any rank. Every rank iterates over all of its ``tensors``, which may involve
-    collectives.
+    collectives. An error on one rank is raised on all ranks.
     """
-    path.mkdir(parents=True, exist_ok=True)
     rename = file_names(spec.config().model_type)
     renamed = ((rename(name), tensor) for name, tensor in tensors)
-    written = all_gather_objects(write_shards(path, renamed, shard_bytes), None)
-    if rank() == 0:
-        write_configs(spec, path, dtype)
-        name_shards(path, [shard for shards in written for shard in shards])
-    if dist.is_initialized():
-        dist.barrier()
+    written = gather_results(lambda: write_shards(path, renamed, shard_bytes))
+
+    def complete() -> None:
+        if rank() == 0:
+            write_configs(spec, path, dtype)
+            name_shards(path, [shard for shards in written for shard in shards])
+
+    gather_results(complete)
 
 
 def write_configs(spec: ModelSpec, path: Path, dtype: torch.dtype) -> None:
@@ -75,11 +76,17 @@ def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) 
 
     Their names are temporary, because the final names contain the number of files of all ranks.
     """
-    shards = []
-    for number, shard in enumerate(sharded(tensors, limit)):
-        file = path / f".shard-{rank()}-{number}"
-        write_safetensors(shard, file)
-        shards.append((file, {name: tensor.nbytes for name, tensor in shard.items()}))
+    shards, remaining = [], iter(tensors)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for number, shard in enumerate(sharded(remaining, limit)):
+            file = path / f".shard-{rank()}-{number}"
+            write_safetensors(shard, file)
+            shards.append((file, {name: tensor.nbytes for name, tensor in shard.items()}))
+    except Exception:
+        for _ in remaining:  # the iteration may involve collectives, in which the other ranks wait
+            pass
+        raise
     return shards
 
 

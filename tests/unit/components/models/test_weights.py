@@ -2,8 +2,11 @@
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from components.adapters import LoRA, export_adapter
 from components.contracts.errors import ConfigError
 from components.data.tokenizer import PATH
 from components.engines.shared.process_group import init_process_group
@@ -556,6 +560,47 @@ def test_every_rank_writes_what_it_has(tmp_path: Path) -> None:
     assert index["weight_map"] == {"a": files[0], "b": files[0], "c": files[1], "d": files[2]}
     assert index["metadata"]["total_size"] == 4 * (2 + 2 + 6 + 6)
     assert load_file(tmp_path / files[2])["d"].tolist() == [2.0] * 6
+
+
+def failed_exports(path: Path) -> list[str]:
+    """Export on two ranks, of which one fails; return the errors of this rank."""
+    init_process_group("cpu")
+    spec, rank = ModelSpec(architecture=FAMILIES["qwen3"]), dist.get_rank()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in "abc":  # the first file is written after two
+            dist.barrier()  # as if the tensors were gathered
+            yield name, torch.ones(2)
+
+    def export(kind: str) -> None:
+        if kind == "model":
+            export_folder(spec, tensors(), path, torch.float32, shard_bytes=8)
+        else:
+            export_adapter(LoRA(), spec, tensors(), path)
+
+    found = []
+    full = OSError(28, "full", "file")
+    for kind, failing, function, error in (
+        ("model", 1, "models.export.hf_folder.write_safetensors", full),
+        ("model", 0, "models.export.hf_folder.write_configs", ConfigError("wrong")),
+        ("adapter", 1, "models.export.hf_folder.write_safetensors", full),
+        ("adapter", 0, "adapters.peft_export.load_file", ValueError("odd")),
+    ):
+        patched = mock.patch(f"components.{function}", side_effect=error)
+        failed = pytest.raises((OSError, ValueError, RuntimeError))
+        with patched if rank == failing else nullcontext(), failed as caught:
+            export(kind)
+        found.append(f"{caught.type.__name__}: {caught.value}")
+    return found
+
+
+def test_an_export_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    """Every rank iterates over all of its tensors, because that may gather them."""
+    full = "OSError: [Errno 28] full: 'file'"
+    alike = [full, "ConfigError: wrong", full]
+    here, other = Ranks(2).run(failed_exports, tmp_path, seconds=20)
+    assert here == [*alike, "ValueError: odd"]
+    assert other == [*alike, "RuntimeError: ValueError: odd"]
 
 
 def test_a_generation_config_comes_along(tmp_path: Path) -> None:
