@@ -340,7 +340,7 @@ def parsed(override: str) -> Override | None:
     """Return an override as Hydra parses it. None means that Hydra cannot parse it."""
     try:
         return OverridesParser.create().parse_override(override)
-    except OverrideParseException:
+    except HydraException:
         return None
 
 

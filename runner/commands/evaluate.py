@@ -33,7 +33,10 @@ _DATA = ("data", "experiment", "data.train", "data.eval", "data.sources")
 """Keys, any one of which says on which data to evaluate."""
 _DATASETS = ("data.dataset_info", "data.dataset", "data.eval_dataset", "data.shares")
 """Keys of data sets, which only the option ``data=llamafactory`` has."""
-_CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)")
+_CLASS = re.compile(r"_target_[\"']?\s*[=:]\s*[\"']?([\w.]+)(?=[\"']?\s*(?:[,}]|\Z))")
+"""Pattern of the whole name of a class; a name with an interpolation does not match."""
+_LOGGER = re.compile(r"logger\.\w+")
+"""Pattern of the key of a logger, whose value may be a mapping with a ``_target_``."""
 _OUTSIDE = re.compile(r"\.\.|\$|(?:^|[^\w.-])/")
 """Pattern that matches an option of a group if it may be a file outside of Hydra's search path."""
 _SOURCES = (
@@ -205,22 +208,31 @@ def stage_of(overrides: Sequence[str]) -> str:
 def check_code(recorded: Sequence[str], given: Sequence[str]) -> None:
     """Raise ConfigError if the options of a run name code or a file that the user has not trusted."""
     trusted = [module for word in given if word.startswith("trust=") for module in trusted_modules(word[6:])]
+    replaced = {*map(name_of, given)}
     for word in recorded:
+        if name_of(word) in replaced:
+            continue
         classes = _CLASS.findall(word)
         if len(classes) < word.count("_target_") or not all(is_trusted(name, trusted) for name in classes):
             raise ConfigError(
                 f"{name_of(word)} (run.json): {word} may name a class that is not of this program, and a "
-                "folder may not; if you know the code, give trust=[MODULE]."
+                "folder may not; if you know the code, give trust=[MODULE], or this option in the command."
             )
         option = word.partition("=")[2]  # of a group, or a mapping of values
         names_file = "." not in name_of(word).partition("@")[0] and not option.startswith("{")
-        if names_file and _OUTSIDE.search(option) and name_of(word) not in map(name_of, given):
+        override = cli.parsed(word)
+        hides_class = (
+            (names_file and _OUTSIDE.search(option))
+            or ("$" in option and _LOGGER.fullmatch(name_of(word)))
+            or (override is not None and override.is_sweep_override())  # which no run records
+        )
+        if hides_class:
             raise ConfigError(
-                f"{name_of(word)} (run.json): {word} may be a file outside of conf/, which may name any "
-                "class; if you know the file, give this option in the command."
+                f"{name_of(word)} (run.json): {word} may be a file outside of conf/ or another value that "
+                "may name any class; if you know it, give this option in the command."
             )
         allows = "trust_remote_code" in word and not word.lower().endswith("=false")
-        if allows and "model.trust_remote_code" not in map(name_of, given):
+        if allows and "model.trust_remote_code" not in replaced:
             raise ConfigError(
                 f"{name_of(word)} (run.json): the run allowed code that its model may bring; read it "
                 "if there is some, then give model.trust_remote_code=true."

@@ -191,6 +191,10 @@ def test_trust_has_no_meaning_for_an_exported_folder(tmp_path: Path, name: str) 
         ("experiment=../../evil", "experiment=../../evil"),
         ("+experiment@model=[/tmp/evil]", "+experiment@model=[/tmp/evil]"),
         ("stage=${oc.env:EVIL}", "stage=${oc.env:EVIL}"),
+        ("logger.jsonl._target_=components${oc.select:none,_evil.Log}", "logger.jsonl._target_=my.Log"),
+        ("logger.jsonl._target_=components.loggers.Jsonl,evil.Log", "logger.jsonl._target_=my.Log"),
+        ("+logger.own='${oc.decode:\"{_tar${oc.select:none,get_}: evil.Log}\"}'", "+logger.own={}"),
+        ("stage={},/tmp/evil", "stage=sft"),
     ],
 )
 def test_code_that_a_run_names_needs_consent(tmp_path: Path, word: str, consent: str) -> None:
@@ -198,4 +202,5 @@ def test_code_that_a_run_names_needs_consent(tmp_path: Path, word: str, consent:
     arguments = [f"checkpoint={tmp_path}", "data.eval=x.jsonl"]
     with pytest.raises(ConfigError, match=r"\(run.json\): .* give "):
         evaluation(arguments)
-    assert word in evaluation([*arguments, consent])
+    given = consent if name_of(consent) == name_of(word) else word
+    assert given in evaluation([*arguments, consent])
