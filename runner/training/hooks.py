@@ -1,8 +1,9 @@
 """Calls of the hooks of a run. A request or a failure of a hook on one rank takes effect on all ranks."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 from torch import Tensor
@@ -36,7 +37,7 @@ class Hooks:
         if checkpoint is None:
             return
         saved = saved_keys(checkpoint)
-        for name in self.chosen:
+        for name in list(self.chosen):
             found = self._tensors(name)
             if found and not saved & found.keys():
                 log.info("hook.%s: %s was saved without it, so it begins here", name, checkpoint)
@@ -44,11 +45,20 @@ class Hooks:
                 load_tensors(checkpoint, found, together=False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of all chosen hooks, by their keys in a checkpoint."""
-        return {key: tensor for name in self.chosen for key, tensor in self._tensors(name).items()}
+        """Return the tensors of all chosen hooks, by their keys in a checkpoint.
+
+        A hook that fails is removed if its ``on_error`` is ``warn``.
+
+        Raises:
+            TrainingError: if a hook fails whose ``on_error`` is ``stop``.
+        """
+        return {key: tensor for name in list(self.chosen) for key, tensor in self._tensors(name).items()}
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
-        return {f"hook/{name}/{key}": tensor for key, tensor in self.chosen[name].tensors().items()}
+        found: dict[str, Tensor] = {}
+        hook = self.chosen[name]
+        self._attempt(name, hook, "tensors", lambda: found.update(hook.tensors()))
+        return {f"hook/{name}/{key}": value for key, value in found.items()} if name in self.chosen else {}
 
     def call(self, event: str, *arguments: Any, **options: Any) -> None:
         """Call the method ``event`` of every hook, then share their requests between the ranks.
@@ -60,14 +70,8 @@ class Hooks:
         """
         shares = bool(self.chosen)  # before a hook is removed, which may have made a request on this rank
         for name, hook in list(self.hooks):
-            failure: Exception | None = None
-            try:
-                getattr(hook, event)(replace(self.run, name=name), *arguments, **options)
-            except (ConfigError, TrainingError):
-                raise  # written for the user
-            except Exception as error:  # noqa: BLE001  a hook may raise anything
-                failure = error
-            self._handle(name, hook, event, failure)
+            method = partial(getattr(hook, event), replace(self.run, name=name))
+            self._attempt(name, hook, event, partial(method, *arguments, **options))
         if shares:
             self._agree()
         self.stop |= "stop" in self.run.requests
@@ -78,7 +82,15 @@ class Hooks:
         self.run.requests.discard(request)
         return asked
 
-    def _handle(self, name: str, hook: Hook, event: str, failure: Exception | None) -> None:
+    def _attempt(self, name: str, hook: Hook, event: str, work: Callable[[], object]) -> None:
+        """Call ``work``, the method ``event`` of a hook; handle a failure on any rank on all ranks."""
+        failure: Exception | None = None
+        try:
+            work()
+        except (ConfigError, TrainingError):
+            raise  # written for the user
+        except Exception as error:  # noqa: BLE001  a hook may raise anything
+            failure = error
         reason = f"hook.{name}: {event} failed at step {self.run.state.step}"
         if failure is not None:
             reason = f"{reason}: {type(failure).__name__}: {failure}"

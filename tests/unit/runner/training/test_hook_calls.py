@@ -44,6 +44,19 @@ class Fails(Hook):
         raise ZeroDivisionError("no reason")
 
 
+class Holds(Hook):
+    """Gives checkpoints a tensor, or fails to."""
+
+    def __init__(self, held: dict[str, torch.Tensor] | None, on_error: Any = "warn") -> None:
+        super().__init__(on_error=on_error)
+        self.held = held
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        if self.held is None:
+            raise ZeroDivisionError("no reason")
+        return self.held
+
+
 class AsksAndFails(Asks):
     def after_step(self, run: HookRun, *_: object) -> None:
         super().after_step(run)
@@ -119,6 +132,19 @@ def test_a_hook_is_left_out_on_all_ranks(
     assert called.take("save"), "the others are still called"
     called.call("end", completed=True)
     assert ([name for name, _ in called.hooks], last.ended) == (["last"], 1)
+
+
+def test_a_hook_whose_tensors_fail_is_named_or_left_out() -> None:
+    with pytest.raises(
+        TrainingError, match=r"hook\.mine: tensors failed at step 7: ZeroDivisionError: no re"
+    ):
+        hooks(Ranks(), mine=Holds(None, "stop")).tensors()
+    value = torch.ones(1)
+    here = hooks(Ranks(), mine=Holds(None), last=Holds({"x": value}))
+    elsewhere = hooks(Ranks([1.0]), mine=Holds({"x": value}), last=Holds({"x": value}))
+    for ranks in (here, elsewhere):
+        assert ranks.tensors() == {"hook/last/x": value}, "checkpoints have the same keys on all ranks"
+        assert [name for name, _ in ranks.hooks] == ["last"]
 
 
 def test_ranks_agree_on_what_a_hook_asked_for_before_it_failed() -> None:
