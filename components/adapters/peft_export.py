@@ -40,20 +40,24 @@ def export_adapter(adapter: LoRA, spec: ModelSpec, tensors: Iterable[tuple[str, 
 
 
 def merge_shards(adapter: LoRA, spec: ModelSpec, files: list[Path], path: Path) -> None:
-    """Replace ``files`` by the single file that peft reads, and write the configurations next to it."""
-    model = spec.meta_model
+    """Replace ``files`` by the single file that peft reads, and write the configurations next to it.
+
+    A kill before the end leaves the weights of an earlier export.
+    """
+    model, partial = spec.meta_model, path / ".shard-merged"
     merged: dict[str, Tensor] = {}
     for file in files:
         merged |= load_file(file)
-    write_safetensors(with_initial(merged) if adapter.is_pissa else merged, path / TENSORS)
-    for file in files:
-        file.unlink()
+    write_safetensors(with_initial(merged) if adapter.is_pissa else merged, partial)
     peft_config(adapter.exported, model, spec).save_pretrained(str(path))
     if adapter.quantize is not None:
         quantized = adapter.quantized_weights(model)
         linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
         nf4.write_quantization_config(path, [n for n in linear if f"{n}.weight" not in quantized])
-    shutil.copymode(path / CONFIG, path / TENSORS)  # safetensors lets only the owner read its files
+    shutil.copymode(path / CONFIG, partial)  # safetensors lets only the owner read its files
+    partial.replace(path / TENSORS)
+    for file in path.glob(".shard-*"):  # also those of an export that was killed
+        file.unlink()
 
 
 def with_initial(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -126,6 +127,29 @@ def continued(path: Path, **changes: Any) -> LoRA:
 def test_all_files_of_an_export_have_one_mode(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "new").touch()  # its mode is that of the umask
     assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "new").stat().st_mode}
+
+
+def test_a_kill_leaves_an_earlier_export_as_it_was(folder: Path, tmp_path: Path) -> None:
+    """The next export also removes the files of a rank that it does not have."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / ".shard-7-0").touch()
+    adapter, description = described(target_modules="attention", rslora=True), spec("qwen3")
+    tensors = {name: torch.zeros_like(value) for name, value in random_tensors(adapter, description).items()}
+
+    def killed(_: object, path: Path) -> None:
+        path.write_bytes(b"cut off")
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch("components.adapters.peft_export.write_safetensors", side_effect=killed),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        export_adapter(adapter, description, tensors.items(), tmp_path)
+    weights = tmp_path / "adapter_model.safetensors"
+    assert weights.read_bytes() == (folder / weights.name).read_bytes()
+    export_adapter(adapter, description, tensors.items(), tmp_path)
+    assert not any(value.any() for value in load_file(weights).values())
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in folder.iterdir()}
 
 
 def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
