@@ -35,6 +35,8 @@ def lora(
 ) -> LoRA:
     """Return the adapter with these settings; with ``path``, those that are None are read from that folder.
 
+    The config of a run has all settings, so that its checkpoints can be read after the folder was removed.
+
     Raises:
         ConfigError: if a setting is missing, out of range or differs from that of the folder, if
             ``init_lora_weights`` is given with ``path``, if the adapter in the folder was trained on a base
@@ -54,7 +56,8 @@ def lora(
                 "adapter.init_lora_weights: is not read with adapter.path, which gives the values; leave it "
                 "out."
             )
-        asked = agreed_setting(asked, read_settings(path), path)
+        if None in asked.values() or Path(path).expanduser().is_dir():
+            asked = agreed_setting(asked, read_settings(path), path)
         if quantize is None and nf4.has_config(Path(path).expanduser()):
             raise ConfigError(
                 f"adapter.path: {path} was trained on a base model in 4 bits; use adapter=qlora, which has "

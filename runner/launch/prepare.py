@@ -8,7 +8,7 @@ from pathlib import Path
 
 from components.atomic_write import write_atomic
 from components.checkpoint.folder import complete_checkpoints
-from components.contracts.configs import Prepared
+from components.contracts.configs import AdapterConfig, Prepared
 from components.contracts.errors import CompletedError, ConfigError
 from components.contracts.json_types import Config
 from components.preflight.checks import steps_done
@@ -52,7 +52,8 @@ def prepare(launch: RunPreparation) -> Path:
     try:
         launch, found = inspect(launch)
     except CompletedError as error:
-        error.same_config = is_recorded(launch.config, error.folder)
+        with_settings = with_adapter_settings(launch.config, launch.experiment.adapter)
+        error.same_config = is_recorded(with_settings, error.folder)
         raise
     point, console = launch.where.sweep_job, launch.console
     evaluates = launch.experiment.run.evaluate_only
@@ -63,7 +64,8 @@ def prepare(launch: RunPreparation) -> Path:
     if point is not None:
         point.mark_running(folder)
     reference = reference_cache(launch, found.data)
-    write_config(folder, with_absolute_paths(with_recorded_init_from(launch.config, folder)))
+    config = with_adapter_settings(launch.config, launch.experiment.adapter)
+    write_config(folder, with_absolute_paths(with_recorded_init_from(config, folder)))
     RunRecord(
         command=list(launch.command),
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -144,6 +146,19 @@ def with_recorded_init_from(config: Config, folder: Path) -> Config:
     if recorded is not None and not Path(recorded).is_dir():
         return config
     return {**config, "checkpoint": {**config["checkpoint"], "init_from": recorded}}
+
+
+def with_adapter_settings(config: Config, adapter: AdapterConfig | None) -> Config:
+    """Return ``config`` with the settings that ``adapter`` has read from the folder ``adapter.path``, if any.
+
+    Exports of the run's checkpoints then do not need that folder.
+    """
+    if adapter is None or adapter.path is None:
+        return config
+    own = config["adapter"]
+    read = {key: getattr(adapter, key, None) for key, value in own.items() if value is None}
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in read.items()}
+    return {**config, "adapter": {**own, **plain}}
 
 
 def with_absolute_paths(config: Config) -> Config:

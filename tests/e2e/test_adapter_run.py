@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -103,13 +104,18 @@ def test_it_continues_as_another_run(run: Path, tmp_path: Path) -> None:
     model = ("model=hf", f"model.path={run / 'base'}", "run.device=cpu", "run.final_sample_tokens=0")
     stage = ("stage=dpo", "stage.reference=adapter_off")
     short = ("data.max_length=128", "run.max_steps=1", "optimizer.lr=0")
-    more = run_here(tmp_path, *model, *stage, *short, "adapter=lora", f"adapter.path={run / 'export'}")
+    source = shutil.copytree(run / "export", tmp_path / "source")
+    more = run_here(tmp_path, *model, *stage, *short, "adapter=lora", f"adapter.path={source}")
     tensors = [load_file(path / "export" / "adapter_model.safetensors") for path in (run, more)]
     assert tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
     config = json.loads((more / "export" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(run / "base")
     assert not (more / "base").exists()
+    shutil.rmtree(source)  # its checkpoints have every trained value
+    export([f"checkpoint={more}", f"output={tmp_path / 'out'}"])
+    weights = "adapter_model.safetensors"
+    assert (tmp_path / "out" / weights).read_bytes() == (more / "export" / weights).read_bytes()
 
 
 def test_the_content_of_a_folder_is_every_byte(run: Path, tmp_path: Path) -> None:
