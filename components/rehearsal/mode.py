@@ -24,6 +24,7 @@ from components.rehearsal.host_values import (
 from components.rehearsal.host_waits import INDEXING, MASKS, HostWaits
 from components.rehearsal.kernel_rules import KernelRules
 from components.rehearsal.live_memory import LiveMemory
+from components.rehearsal.memory_components import follow
 from components.rehearsal.traffic import Traffic
 
 aten = torch.ops.aten
@@ -120,6 +121,7 @@ class RehearsalMode(TorchDispatchMode):
         for tensor in tensors_of((out,)):
             if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
                 self.memory.hold(tensor)
+        follow(self.memory, func, args, out)
         return out
 
     def _fake_result(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:

@@ -4,20 +4,25 @@ from collections import Counter
 
 from components.contracts.json_types import Json
 from components.rehearsal.host_waits import Wait
+from components.rehearsal.memory_components import bytes_by_component
 from components.rehearsal.mode import RehearsalMode
 
 
 def describe(mode: RehearsalMode) -> Json:
     """Return everything that ``mode`` has recorded; sizes are bytes."""
     memory, traffic, arithmetic = mode.memory, mode.traffic, mode.arithmetic
+    lines: Counter[tuple[str, str]] = Counter()
+    for held, size in memory.at_peak().items():
+        lines[held.moment, held.line] += size
     return {
         "memory": {
             "peak": memory.peak,
             "moment": memory.peak_moment,
             "by_moment": memory.by_moment,
+            "components": dict(bytes_by_component(memory)),
             "lines": [
                 {"bytes": size, "moment": moment, "line": line}
-                for (moment, line), size in memory.at_peak.most_common()
+                for (moment, line), size in lines.most_common()
             ],
         },
         "traffic": [

@@ -19,6 +19,7 @@ from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.rehearsal import compiled_kernels, fake_cuda, fake_groups, fake_tensors
 from components.rehearsal.fake_weights import FakeWeightsModel
+from components.rehearsal.memory_components import assign_state
 from components.rehearsal.mode import RehearsalMode
 
 
@@ -73,6 +74,7 @@ def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, fl
         hook_run = run.observed(engine)
         for hook in run.hooks:
             hook.begin(hook_run)
+        assign_state(mode.memory, engine, run.hooks)
         for step in range(steps):
             mode.count_anew()
             began = time.perf_counter()
@@ -86,6 +88,7 @@ def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, fl
             engine.begin_train_step(batches, run.loss)
             mode.step = "microbatches"
             engine.train_microbatches(batches, run.loss, last=True)
+            assign_state(mode.memory, engine, run.hooks)
             mode.step = "update"
             result = engine.finish_train_step(run.optimizer.lr)
             for hook in run.hooks:
@@ -93,6 +96,7 @@ def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, fl
             if options.sync_reference:
                 engine.mix_reference(0.5)
             took[f"step {step + 1}"] = time.perf_counter() - began
+        assign_state(mode.memory, engine, run.hooks)
         mode.step = "save"
         HostCopy().of(engine.tensors())
     return took

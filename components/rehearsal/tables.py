@@ -10,12 +10,13 @@ from components.preflight.forecast_report import Report
 from components.preflight.formatting import as_count, as_size
 from components.preflight.search.candidate import Candidate
 from components.preflight.search.rank_groups import format_ranks, groups
+from components.rehearsal.memory_components import INSIDE
 
 TOP_LINES = 15
 """Maximum number of lines of code that the report lists with the memory that they allocated.
 ``rehearsal.json`` contains all."""
-INSIDE = ("reference", "forward", "backward")
-"""The moments of a step in which micro-batches are computed."""
+OF_ACTIVATIONS = frozenset({"converted", "dequantized", "rounded"})
+"""Parts of the estimate that a rehearsal does not tell from activations."""
 LIMITS = (
     "Not rehearsed: values, time, kernels (triton, Transformer Engine, run.compile), memory inside of "
     "kernels, fragmentation, buffers of NCCL and cuBLAS. Routers are balanced, and peers send what this rank "
@@ -45,6 +46,7 @@ def rehearsal_report(case: Candidate, stage: int, record: Json, steps: int) -> R
             "waits_inside_microbatches": inside,
         },
         "peaks": [{"moment": moment, "bytes": size} for moment, size in memory["by_moment"].items()],
+        "memory_components": component_rows(memory["components"], case.memory[stage].parts),
         "memory_lines": memory["lines"][:TOP_LINES],
         "traffic": traffic,
         "communication": communication_rows(case, traffic, stage, steps - 1),
@@ -73,6 +75,17 @@ def summary_lines(case: Candidate, summary: Config, record: Json) -> dict[str, s
         ),
         "limits": LIMITS,
     }
+
+
+def component_rows(found: Mapping[str, int], parts: Mapping[str, int]) -> list[Config]:
+    """Return the bytes of each component at the peak of the rehearsal, and at that of the estimate."""
+    estimated: Counter[str] = Counter()
+    for name, size in parts.items():
+        estimated["activations" if name in OF_ACTIVATIONS else name] += size
+    return [
+        {"component": name, "bytes": found.get(name, 0), "estimated_bytes": estimated[name]}
+        for name in dict.fromkeys([*estimated, *found])
+    ]
 
 
 def traffic_rows(case: Candidate, found: Sequence[Json]) -> list[Config]:

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from components.contracts.json_types import Json
-from components.rehearsal.tables import INSIDE
+from components.rehearsal.memory_components import INSIDE
 from runner.training.rehearsal import rehearse_rank
 from tests.e2e.commands import call_here
 from tests.forkserver import Process

@@ -294,9 +294,11 @@ def head_activations(
     chunk = min(chunk_size(FullVocabulary(vocabulary), torch.device(run.device), logits_dtype), labels)
     cast = 0 if run.dtype == torch.float32 else run.size
     copied, logits = hidden * cast if trained else 0, chunk * (run.size if fused else FP32 + cast)
-    per_row = max(logits, copied if ends else 0) if fused else logits + copied
+    if fused:
+        logits, copied = (0, copied) if ends and copied > logits else (logits, 0)
     return {
-        "logits": per_row * vocabulary,
+        "logits": logits * vocabulary,
+        "gradients": copied * vocabulary,
         "activations": 2 * labels * hidden * run.size,
         "converted": vocabulary * hidden * FP32 if needs_fp32_products(run.device, run.dtype) else 0,
     }

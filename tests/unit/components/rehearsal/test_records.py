@@ -37,7 +37,7 @@ def test_memory_is_that_of_live_storages() -> None:
     del second
     assert memory.now == 2048
     assert memory.by_moment == {"build": 2048, "forward": 2560}
-    assert sum(memory.at_peak.values()) == memory.peak == 2560
+    assert sum(memory.at_peak().values()) == memory.peak == 2560
 
 
 HALF = {"dtype": torch.bfloat16}
