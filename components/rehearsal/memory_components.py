@@ -7,16 +7,23 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from components.contracts.hook import Hook
 from components.engines.fsdp2.engine import FSDP2Engine
+from components.engines.fsdp2.mesh import local_shard
 from components.rehearsal.host_values import Arguments, tensors_of
 from components.rehearsal.live_memory import Held, LiveMemory
 
 INSIDE = ("reference", "forward", "backward")
 """The moments of a step in which micro-batches are computed."""
+OF_FILES = {
+    "_fully_shard/_fsdp_param.py": "gathered",
+    "_fully_shard/_fsdp_collectives.py": "buffers",
+    "components/engines/fsdp2/mesh.py": "gathered",
+    "components/engines/megatron/runtime/hf_weights.py": "gathered",
+}
+"""Part of the line that allocates a storage -> use of the storage."""
 HEAD = "components/engines/shared/token_log_probs.py"
 OF_HEAD = {"aten::zeros_like": "gradients", "aten::new_empty": "logits"}
 """Operator with which ``HEAD`` allocates -> use of the result."""
@@ -26,10 +33,8 @@ def component(held: Held) -> str:
     """Return the use of a storage: the one that was set, or that of what its line and moment allocate."""
     if held.component:
         return held.component
-    if "_fully_shard/_fsdp_param.py" in held.line:
-        return "gathered"
-    inside = held.moment in INSIDE and "_fully_shard/_fsdp_collectives.py" not in held.line
-    return "activations" if inside else "buffers"
+    of_moment = "activations" if held.moment in INSIDE else "buffers"
+    return next((use for part, use in OF_FILES.items() if part in held.line), of_moment)
 
 
 def bytes_by_component(memory: LiveMemory) -> Counter[str]:
@@ -65,12 +70,13 @@ def assign_state(memory: LiveMemory, engine: Any, hooks: Sequence[Hook]) -> None
         memory.assign(chain.from_iterable(group["params"] for group in optimizer.param_groups), "masters")
         memory.assign(tensors_of(chain.from_iterable(map(dict.values, optimizer.state.values()))), "moments")
     for hook in hooks:
-        memory.assign(map(local, hook.tensors().values()), "averages")
+        memory.assign(map(local_shard, hook.tensors().values()), "averages")
     trained = [engine.scorer] if isinstance(engine, FSDP2Engine) else engine.chunks
     frozen = [engine.reference] if isinstance(engine.reference, nn.Module) else engine.reference or []
     for name, models in (("weights", trained), ("reference", frozen)):
         for model in models:
-            memory.assign(map(local, chain(model.parameters(), model.buffers())), name)
+            buffers = nn.Module.buffers(model)  # Megatron's wrapper has a list of this name
+            memory.assign(map(local_shard, chain(model.parameters(), buffers)), name)
     memory.assign(gradients(trained), "gradients")
 
 
@@ -88,8 +94,4 @@ def gradients(models: Iterable[nn.Module]) -> Iterator[Tensor]:
     for parameter in chain.from_iterable(model.parameters() for model in models):
         gradient = getattr(parameter, "main_grad", parameter.grad)
         if gradient is not None:
-            yield local(gradient)
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            yield local_shard(gradient)

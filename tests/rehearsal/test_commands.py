@@ -27,8 +27,34 @@ def test_a_rehearsal_in_its_own_process(tmp_path: Path, capfd: pytest.CaptureFix
     assert {"reference", "forward", "backward", "update", "save"} <= {row["moment"] for row in told["peaks"]}
     assert {"tp", "pp"} <= {row["group"] for row in told["traffic"]}
     output = capfd.readouterr().err
-    for words in ("preflight.device_name is not given, and H100 is assumed", "Not rehearsed", "Traffic"):
+    assert "preflight.device_name is not given, and H100 is assumed" in output
+    for words in ("Not rehearsed", "Traffic", "Memory components", "reference"):
         assert words in output
+
+
+BYTES = {
+    "fsdp2": {"weights": 4 / 2, "moments": 8 / 2},
+    "megatron": {"weights": 2, "masters": 4 / 2, "moments": 8 / 2},
+}
+"""Bytes per parameter of a rank of two in bf16, of components whose size does not depend on the moment."""
+
+
+@pytest.mark.parametrize("engine", BYTES)
+def test_the_components_of_the_memory_at_the_peak(engine: str, tmp_path: Path) -> None:
+    """They add up to the peak, and each is that of the estimate within 2 % of the peak."""
+    sharded = ["parallelism.distributed_optimizer=true"] * (engine == "megatron")
+    chosen = [f"parallelism={engine}", "parallelism.dp=2", "run.dtype=bf16", *sharded]
+    found = rehearsed(tmp_path, "model=tiny", "data.max_length=128", *chosen)
+    rows = found.sections["memory_components"]
+    sizes = {row["component"]: row["bytes"] for row in rows}
+    assert sum(sizes.values()) == found.peak
+    assert sum(row["estimated_bytes"] for row in rows) == found.estimate
+    for row in rows:
+        assert row["bytes"] == pytest.approx(row["estimated_bytes"], abs=0.02 * found.peak), row["component"]
+    parameters = found.sections["parameters"]["total"]
+    for name, each in BYTES[engine].items():
+        assert sizes[name] == pytest.approx(each * parameters, rel=0.01), name
+    assert ("gathered" in sizes) is (engine == "fsdp2")
 
 
 @pytest.mark.parametrize("parallelism", ["fsdp2", "tp2"])

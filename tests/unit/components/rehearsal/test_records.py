@@ -13,6 +13,7 @@ from components.rehearsal.host_values import HostValues
 from components.rehearsal.host_waits import HostWaits
 from components.rehearsal.kernel_rules import KernelRules
 from components.rehearsal.live_memory import LiveMemory
+from components.rehearsal.memory_components import bytes_by_component
 from components.rehearsal.pinned_memory import PinnedMemory
 
 aten = torch.ops.aten
@@ -38,6 +39,22 @@ def test_memory_is_that_of_live_storages() -> None:
     assert memory.now == 2048
     assert memory.by_moment == {"build": 2048, "forward": 2560}
     assert sum(memory.at_peak().values()) == memory.peak == 2560
+
+
+def test_the_peak_is_remembered_exactly_after_its_storages_have_changed() -> None:
+    """Storages that were freed or resized since count with their bytes at the peak, new ones do not count."""
+    memory = LiveMemory()
+    kept, resized, freed = on_gpu(1024), on_gpu(512), on_gpu(256)
+    for tensor in (kept, resized, freed):
+        memory.hold(tensor)
+    memory.assign([freed], "gradients")
+    del freed
+    resized.untyped_storage().resize_(0)
+    memory.resized(resized.untyped_storage())
+    memory.hold(later := on_gpu(256))
+    memory.assign([kept, later], "weights")  # after the peak
+    assert bytes_by_component(memory) == {"weights": 2048, "buffers": 1024, "gradients": 512}
+    assert memory.peak == 2048 + 1024 + 512
 
 
 HALF = {"dtype": torch.bfloat16}

@@ -115,9 +115,11 @@ def test_a_watched_page_reloads_itself_and_keeps_the_choices(found: dict[str, An
 
 def test_a_page_of_one_run_opens_and_does_not_reload(tmp_path: Path) -> None:
     run = finished(tmp_path / "a", lr=1.0)
-    (run / "preflight.json").write_text('{"memory": [{"part": "weights", "GiB": 1.5}]}')
+    rows = [{"component": "masters", "bytes": 512, "estimated_bytes": 1024}]
+    (run / "preflight.json").write_text(json.dumps({"memory_components": rows}))
     write_page("t", [Entry(0, run)], tmp_path / "page.html")
     found = opened(tmp_path / "page.html")
     assert found["reload_ms"] == []
     assert found["parallel"] == {"hidden": True, "plots": []}
-    assert "weights" in found["shown"]
+    for words in ("memory components", "masters", "512", "1,024"):
+        assert words in found["shown"]
