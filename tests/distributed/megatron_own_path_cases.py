@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -10,17 +11,18 @@ from torch import Tensor
 from components.contracts.batch import IGNORE
 from components.contracts.engine import EngineOptions
 from components.contracts.loss import TokenStats
+from components.engines.fsdp2 import FSDP2
 from components.engines.megatron import Megatron
 from components.models import ModelSpec
 from components.optimizers import AdamW
-from tests.distributed.cases import COMMON, SHAPES, next_token, share
+from tests.distributed.cases import COMMON, SHAPES, next_token, share, step
 from tests.distributed.gradients import capture, gradients
 
 TIED = ModelSpec(architecture=COMMON | SHAPES["qwen3"] | {"num_hidden_layers": 4})
 MICRO_BATCH = 1
 
 
-def build(on: Megatron) -> Any:
+def build(on: FSDP2 | Megatron) -> Any:
     return on.build(
         TIED,
         AdamW(lr=1e-3, max_grad_norm=None),
@@ -61,6 +63,23 @@ def reduces_in_backward(on: Megatron) -> bool:
         engine.finish_train_step(lr=0.0)
     engine.close()
     return len(begun) > 0 and all(begun)
+
+
+def gathers_of_three_steps(on: FSDP2 | Megatron) -> tuple[list[tuple[float, float]], list[bool]]:
+    """Return three losses and norms, and for each wait for weights whether their gather had begun before."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    wait, begun = Group.finish_param_sync, list[bool]()
+
+    def spy(group: Any, *args: Any, **options: Any) -> None:
+        begun.append(group.param_gather_dispatched)
+        wait(group, *args, **options)
+
+    engine = build(on)
+    with patch.object(Group, "finish_param_sync", spy):
+        results = [step(engine, share(engine, "packed", 2, seed=s), next_token()) for s in range(3)]
+    engine.close()
+    return [(result.loss, result.grad_norm) for result in results], begun
 
 
 def own_step(on: Megatron) -> dict[str, Tensor]:

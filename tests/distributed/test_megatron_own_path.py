@@ -1,10 +1,13 @@
 """Our step in several calls against Megatron's schedule and hooks for a whole step."""
 
+from typing import Any
+
 import pytest
+import torch
 
 from components.engines.megatron import Megatron
 from tests.distributed import megatron_own_path_cases as cases
-from tests.distributed.cases import megatron
+from tests.distributed.cases import fsdp2, megatron
 from tests.ranks import Ranks
 
 OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 10_000}
@@ -43,3 +46,13 @@ def test_two_calls_and_one_finish_are_megatrons_own_step(pools: dict[int, Ranks]
 def test_gradients_are_reduced_during_the_backward_pass(pools: dict[int, Ranks], name: str) -> None:
     layout = LAYOUTS[name]
     assert all(pools[layout.world_size({}, 0)].run(cases.reduces_in_backward, layout))
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "vpp": 2, "dp": 2}], ids=str)
+def test_weights_are_gathered_before_a_layer_needs_them(pools: dict[int, Ranks], sizes: Any) -> None:
+    layout = megatron(**sizes, **SHARDED)
+    expected = torch.tensor(pools[1].run(cases.gathers_of_three_steps, fsdp2())[0][0])
+    for curve, begun in pools[layout.world_size({}, 0)].run(cases.gathers_of_three_steps, layout):
+        assert torch.tensor(curve) == pytest.approx(expected, rel=1e-5)
+        assert len(begun) > 3
+        assert all(begun)

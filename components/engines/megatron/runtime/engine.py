@@ -37,6 +37,7 @@ from components.engines.megatron.runtime.model import padded_vocab_size
 from components.engines.megatron.runtime.model_builder import (
     build_model_chunks,
     initial_weights,
+    link_gathers,
     wrap_ddp,
 )
 from components.engines.megatron.runtime.moe_router import MegatronRouterState, clear_router_state
@@ -114,6 +115,8 @@ class MegatronEngine(TrainStepEngine):
             wrap_ddp(self.config, chunk, layout, number, scattered=sharded and not whole)
             for number, chunk in enumerate(parts.chunks)
         ]
+        if self.gathers_during_forward:
+            link_gathers(self.chunks)
         self.update = (
             WholeWeightUpdate(optimizer, self.blocks, self.meshes, divided=sharded)
             if whole

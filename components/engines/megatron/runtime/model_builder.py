@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from megatron.core import parallel_state
@@ -123,6 +124,19 @@ def wrap_ddp(
     )
     # Later chunks finish their backward pass early, so there is no gain from reducing them in buckets.
     return DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
+
+
+def link_gathers(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Gather the updated weights of a chunk while the chunk before it computes.
+
+    Megatron begins the gather of a bucket when that of the bucket before it has ended, but that of a chunk's
+    first bucket only when a layer needs it.
+    """
+    for earlier, later in pairwise(chunks):
+        for name in ("bucket_groups", "expert_parallel_bucket_groups"):
+            before, after = getattr(earlier, name), getattr(later, name)
+            if before and after:  # in the order of the backward pass
+                before[0].next_param_gather_bucket_group = after[-1]
 
 
 def freeze_parameters(

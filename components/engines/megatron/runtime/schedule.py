@@ -106,6 +106,7 @@ def run_schedule(
     """
     if not microbatches:
         return
+    begin_first_gather(chunks[0])
     routed = any(get_attr_wrapped_model(chunk, "routers") for chunk in chunks)
     multiple = RECIPES[layout.fp8_recipe].multiple if get_model_config(chunks[0]).fp8 else 1
     items = make_inputs(microbatches, layout, device, wanted, routed=routed, multiple=multiple)
@@ -142,6 +143,14 @@ def run_schedule(
             micro_batch_size=items[0].request.shard.input_ids.shape[0],
             forward_only=wanted.forward_only,
         )
+
+
+def begin_first_gather(chunk: nn.Module) -> None:
+    """Begin to gather the updated weights that this rank needs first, before its inputs have arrived."""
+    if isinstance(chunk, DistributedDataParallel) and chunk.use_forward_hook:
+        for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
+            if groups and not groups[-1].param_gather_dispatched:
+                groups[-1].start_param_sync()
 
 
 def make_inputs(
