@@ -660,9 +660,9 @@ WRONG: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         "model.moe.bias_update_rate=0",
     ),
     "a field of Megatron that does not exist": (
-        (ON + "tp2pp2", "parallelism.transformer_config={moe_permute_fusio: true}"),
-        "parallelism.transformer_config.moe_permute_fusio",
-        "did you mean 'moe_permute_fusion'?",
+        (ON + "tp2pp2", "parallelism.transformer_config={glu_linear_offse: 0.5}"),
+        "parallelism.transformer_config.glu_linear_offse",
+        "did you mean 'glu_linear_offset'?",
     ),
     # ---- preflight's own keys
     "mode": (("preflight.mode=dry",), "preflight.mode", "'only'"),

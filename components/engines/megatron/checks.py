@@ -86,6 +86,10 @@ def contradictions(layout: Layout) -> dict[str, str]:
             unlimited,
         ),
         "moe_pad_to_capacity": (layout.moe_pad_to_capacity and layout.capacity_factor is None, unlimited),
+        "moe_permute_fusion": (
+            layout.moe_permute_fusion and layout.moe_pad_to_capacity,
+            "its kernels do not pad; leave it out, or use parallelism.moe_pad_to_capacity=false",
+        ),
         "shared_expert_overlap": (
             layout.shared_expert_overlap and layout.moe_token_dispatcher != "alltoall",
             "Megatron overlaps them with parallelism.moe_token_dispatcher=alltoall only",
@@ -186,6 +190,11 @@ def check_device(layout: Layout, device: DeviceKind) -> None:
         raise ConfigError(
             f"run.device: is {device}, and the Megatron engine runs on NVIDIA GPUs and on the CPU; use "
             "parallelism=fsdp2, or run.device=cpu."
+        )
+    if layout.moe_permute_fusion and (device == "cpu" or not has_transformer_engine()):
+        raise ConfigError(
+            "parallelism.moe_permute_fusion: needs a GPU and transformer-engine 2.1 or newer "
+            "(pip install transformer-engine[pytorch]); leave it out."
         )
     if layout.optimizer_cpu_offload and device == "cpu":
         raise ConfigError(

@@ -86,6 +86,8 @@ class Layout:
     """The tokens kept if an expert is over capacity: those with the largest weights, or the first."""
     moe_pad_to_capacity: bool = False
     """Whether every expert's input is padded to its capacity."""
+    moe_permute_fusion: bool = False
+    """Whether kernels of transformer-engine sort tokens by expert and restore their order."""
     shared_expert_overlap: bool = False
     """Whether shared experts are computed during the token exchange."""
     transformer_config: Config | None = field(default=None, hash=False)

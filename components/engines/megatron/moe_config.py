@@ -21,6 +21,7 @@ KEYS = (
     "capacity_factor",
     "moe_token_drop_policy",
     "moe_pad_to_capacity",
+    "moe_permute_fusion",
     "shared_expert_overlap",
 )
 """Keys of a layout that apply only to models with experts."""

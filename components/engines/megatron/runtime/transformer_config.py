@@ -36,6 +36,7 @@ RENAMED = {
 """Key of the layout -> the field of Megatron's configuration that gets its value."""
 RENAMED_OF_EXPERTS = {
     "shared_expert_overlap": "moe_shared_expert_overlap",
+    "moe_permute_fusion": "moe_permute_fusion",
     "moe_token_dispatcher": "moe_token_dispatcher_type",
     "capacity_factor": "moe_expert_capacity_factor",
     "moe_token_drop_policy": "moe_token_drop_policy",

@@ -532,6 +532,12 @@ EXPERTS: list[tuple[dict[str, Any], list[str]]] = [
     (DENSE | {"ep": 2, "ranks": 2}, ["parallelism.ep", "qwen3 has no experts"]),
     (DENSE | {"moe_token_dispatcher": "allgather"}, ["parallelism.moe_token_dispatcher", "no experts"]),
     (DENSE | {"moe_grouped_gemm": True}, ["parallelism.moe_grouped_gemm", "no experts"]),
+    (DENSE | {"moe_permute_fusion": True, "device": "cuda"}, ["parallelism.moe_permute_fusion", "GPU and"]),
+    (QWEN_MOE | {"moe_permute_fusion": True}, ["parallelism.moe_permute_fusion", "transformer-engine 2.1"]),
+    (
+        QWEN_MOE | {"moe_permute_fusion": True, "capacity_factor": 1.5, "moe_pad_to_capacity": True},
+        ["parallelism.moe_permute_fusion", "parallelism.moe_pad_to_capacity=false"],
+    ),
     (DENSE | {"capacity_factor": 1.5}, ["parallelism.capacity_factor", "no experts"]),
     (QWEN_MOE | {"ep": 4, "ranks": 4}, ["parallelism.ep: 4", "use 1 or 2"]),
     (QWEN_MOE | {"etp": 5, "ranks": 5}, ["parallelism.etp: 5", "24; use 1"]),
@@ -591,6 +597,13 @@ def test_what_experts_do_not_fit_is_refused(arguments: dict[str, Any], words: li
 )
 def test_what_experts_fit_is_accepted(arguments: dict[str, Any]) -> None:
     check(**arguments)
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_tokens_are_permuted_by_transformer_engine_where_there_are_experts() -> None:
+    check(**TE_RUN | QWEN_MOE, moe_permute_fusion=True)
+    with pytest.raises(ConfigError, match=r"moe_permute_fusion: is True, but .* has no experts"):
+        check(**TE_RUN, moe_permute_fusion=True)
 
 
 @pytest.mark.usefixtures("transformer_engine")

@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_mscale
 from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import get_capacity
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -49,6 +50,18 @@ def test_scores_of_latent_attention_are_scaled_as_in_transformers(rope_type: str
     given = module.mla_arguments(hf)
     scale = _yarn_get_mscale(given["rotary_scaling_factor"], given["mscale_all_dim"]) ** 2
     assert scale / hf.qk_head_dim**0.5 == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_tokens_are_permuted_by_transformer_engine_on_request(
+    monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """Its functions, which Megatron imports, are replaced, because it is not installed."""
+    names = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs")
+    for name in (*names, "unpermute"):
+        monkeypatch.setattr(moe_utils, f"fused_{name}", object(), raising=False)
+    layout, options = megatron(moe_permute_fusion=asked), EngineOptions(torch.bfloat16, "cuda")
+    assert transformer_config(spec("qwen3_moe").config(), layout, options).moe_permute_fusion is asked
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (2, 2)])
