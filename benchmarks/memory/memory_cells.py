@@ -93,6 +93,11 @@ WORKS: dict[str, Work] = {
     "muon bf16": Work(("stage=pt", "optimizer=muon", "run.dtype=bf16"), MicrobatchShape(1, 64, 64, 1), SOME),
     "ema": Work(("stage=pt", "hook=ema"), MicrobatchShape(1, 64, 64, 1), SOME),
     "experts": Work(("stage=pt", "model=moe_tiny"), MicrobatchShape(1, 1024, 1024, 2), EXPERTS),
+    "long": Work(
+        ("stage=pt", "model.architecture.max_position_embeddings=65536"),
+        MicrobatchShape(1, 65536, 65536, 1),
+        ("single recomputed",),
+    ),
 }
 
 GPU = ("model=qwen3_0_6b", "model.init=random", "run.kernels=torch")
@@ -159,7 +164,9 @@ class Bench:
         if self.device == "cuda":  # of one rank; CUDA cannot start in a forked process
             held = [measure(config, workload, self.device)]
         else:
-            held = Ranks(world_size, megatron=True).run(measure, config, workload, self.device)
+            seconds = 60 + workload.length / 64  # a limit for hangs
+            ranks = Ranks(world_size, megatron=True)
+            held = ranks.run(measure, config, workload, self.device, seconds=seconds)
         return [
             Cell(layout, work, s.stage, max(h.peak for h in held if h.stage == s.stage), s.parts)
             for s in stages

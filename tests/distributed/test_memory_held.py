@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from benchmarks.memory.memory_cells import Bench
-from benchmarks.memory.memory_ranks import on_cpu
+from benchmarks.memory.memory_ranks import measure, on_cpu
+from components.preflight.estimates.quantities import MicrobatchShape
+from tests.ranks import Ranks
 
 CELLS = [
     ("single", "lora"),
@@ -64,6 +66,17 @@ def test_the_estimate_is_what_was_held(bench: Bench, layout: str, work: str) -> 
         cells = bench.cells(layout, work)
     for cell in cells:
         assert cell.passes, f"stage {cell.stage}: {cell.ratio:.3f} of what was held, {dict(cell.parts)}"
+
+
+@pytest.mark.parametrize("layout", ["single recomputed", "megatron recomputed"])
+def test_memory_is_proportional_to_the_length_of_a_sequence(bench: Bench, layout: str) -> None:
+    """Equally many further tokens need equally many further bytes, and 65,536 tokens fit into 3 GiB."""
+    config, _ = bench.compose(layout, "long")
+    ranks, lengths = Ranks(1, megatron=True), (1024, 1536, 2048)
+    held = [ranks.run(measure, config, MicrobatchShape(1, n, n, 1), "cpu")[0].peak for n in lengths]
+    added = held[1] - held[0]
+    assert held[2] - held[1] == pytest.approx(added, rel=0.01)
+    assert held[0] + added * (65536 - 1024) // 512 < 3 * 2**30
 
 
 def test_the_instrument_counts_what_is_there_at_once() -> None:
