@@ -654,6 +654,20 @@ ALPACA = f"{AX}datasets: [{{path: a.jsonl, type: alpaca}}]\n"
         ),
         (
             "llamafactory",
+            LF.format("sft").replace("dataset: a", "dataset: a,b")
+            + 'mix_strategy: interleave_once\ninterleave_probs: "0.7, 0.3"',
+            {"data.shares": None},
+            "#   mix_strategy: an epoch has every sample once without data.shares, too",
+        ),
+        (
+            "llamafactory",
+            LF.format("sft").replace("dataset: a", "dataset: a,b")
+            + "mix_strategy: interleave_once\ndisable_shuffling: true",
+            {"data.shares": None, "data.shuffle": False},
+            "#   data.shuffle: one data set follows another here; LLaMA-Factory interleaves them",
+        ),
+        (
+            "llamafactory",
             LF.format("sft") + "mix_strategy: interleave_under\ninterleave_probs: 1",
             {"data.shares": None},
             "mix_strategy: there is one data set",

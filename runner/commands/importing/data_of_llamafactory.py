@@ -40,6 +40,11 @@ def interleaving(work: Translation, number: int) -> None:
         work.words["data.shares"] = shares or [1.0] * number
         if work.words["stage"] == "pt":
             work.checks["data.shares"] = "they are shares of tokens here, and of documents in LLaMA-Factory"
+    elif work.given.get("mix_strategy") == "interleave_once":
+        for name in ("mix_strategy", "interleave_probs"):
+            work.skip(name, "an epoch has every sample once without data.shares, too")
+        if work.given.get("disable_shuffling"):
+            work.checks["data.shuffle"] = "one data set follows another here; LLaMA-Factory interleaves them"
 
 
 def choose_template(work: Translation) -> None:
