@@ -29,7 +29,11 @@ from components.data.records.samples import (
     SegmentsSample,
     TextSample,
 )
-from components.data.records.unread_fields import unread_fields, without_ignored_parts
+from components.data.records.unread_fields import (
+    unread_fields,
+    without_ignored_parts,
+    without_placeholders,
+)
 
 KINDS: Mapping[Format, SampleKind] = {
     "text": "text",
@@ -111,8 +115,9 @@ def normalize(given: Record | PairAnswer, options: RecordOptions, origin: str) -
         assert isinstance(pair, PreferenceSample)
         return pair.unpaired(given.chosen), unread
     record, parts = without_ignored_parts(renamed(given, options), options)
-    unread = unnamed(given, options) + unread_fields(record, options, origin) + parts
-    return _sample(record, options, origin), unread
+    unread = unread_fields(record, options, origin)
+    record, placeholders = without_placeholders(record, unread)
+    return _sample(record, options, origin), unnamed(given, options) + unread + parts + placeholders
 
 
 def _sample(record: Mapping[str, object], options: RecordOptions, origin: str) -> Sample:

@@ -1,6 +1,7 @@
 """Find the fields of a record that its format does not read, so that none is dropped silently."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 from components.contracts.errors import ConfigError
 from components.data.records.messages import (
@@ -137,6 +138,31 @@ def without_ignored_parts(
         if name not in _ALWAYS
     }
     return {**record, **whole}, list(left_out)
+
+
+def without_placeholders(
+    record: Mapping[str, object], unread: Iterable[str]
+) -> tuple[Mapping[str, object], list[str]]:
+    """Return the record without the placeholders (``<image>``) of the media among the ``unread`` fields.
+
+    White space after a placeholder is removed with it. The list has the placeholders that were found.
+    """
+    kinds = {name.rpartition(".")[2].removesuffix("s") for name in unread}
+    marks = [f"<{kind}>" for kind in ("image", "video", "audio") if kind in kinds]
+    if not marks:
+        return record, []
+    pattern, found = re.compile(rf"({'|'.join(marks)})\s*"), set[str]()
+
+    def stripped(value: object) -> object:
+        if isinstance(value, str):
+            found.update(pattern.findall(value))
+            return pattern.sub("", value)
+        if isinstance(value, dict):
+            return {key: stripped(item) for key, item in value.items()}
+        return [stripped(item) for item in value] if isinstance(value, list) else value
+
+    whole = {name: value if name in _ALWAYS[1:] else stripped(value) for name, value in record.items()}
+    return whole, sorted(found)
 
 
 def _displaced(record: Mapping[str, object], format: Format) -> Iterator[str]:

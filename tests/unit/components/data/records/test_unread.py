@@ -108,6 +108,22 @@ def test_a_field_that_is_read_cannot_be_ignored() -> None:
     assert normalize({"messages": [U, A], "margin": 1}, options, "a:1")[1] == ["margin"]
 
 
+def test_placeholders_of_ignored_media_are_not_trained_on() -> None:
+    turns = [{"from": "human", "value": "<image>\nU<image>"}, {"from": "gpt", "value": "A <video>"}]
+    record = {"conversations": turns, "images": ["a.jpg", "b.jpg"], "tools": [{"name": "<image>"}]}
+    ignoring = RecordOptions(format="sharegpt", ignore_fields=("images",))
+    sample, unread = normalize(record, ignoring, "a:1")
+    assert isinstance(sample, ChatSample)
+    assert sample.messages == [U, {"role": "assistant", "content": "A <video>"}], "it has no video"
+    assert sample.tools == [{"type": "function", "function": {"name": "<image>"}}]
+    assert unread == ["images", "<image>"]
+    page = {"conversations": turns}
+    assert normalize(page, ignoring, "a:1") == normalize(page, RecordOptions(format="sharegpt"), "a:1")
+    pair = {"prompt": "<audio>U", "chosen": "A", "rejected": "B", "audios": ["a.wav"]}
+    options = RecordOptions(format="preference", ignore_fields=("audios",))
+    assert normalize(pair, options, "a:1") == (PreferenceSample("U", "A", "B", None), ["audios", "<audio>"])
+
+
 @pytest.mark.parametrize("key", ["function_call", "functions"])
 def test_former_calls_of_openai_are_refused(key: str) -> None:
     called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
