@@ -44,6 +44,8 @@ class SourceAudit:
     """The place and the fault of the first ``LISTED`` of these records."""
     unread: Mapping[str, int] = field(hash=False)
     """Number of records of the whole source with a value in a field that is not read, by the field's name."""
+    unusual: Mapping[str, int] = field(hash=False)
+    """Number of samples of the whole source, by what is unusual in their turns."""
     long_prompts: int
     """Number of samples, kept or left out, whose prompt without the answer exceeds ``data.max_length``."""
     cut_prompts: int
@@ -160,6 +162,7 @@ def audit_source(
         bad=len(record.bad) if with_left_out else 0,
         first_bad=first_bad_records(record.bad) if with_left_out else (),
         unread=dict(sorted(record.unread.items())),
+        unusual=dict(sorted(record.unusual.items())),
         long_prompts=record.long_prompts if with_left_out else 0,
         cut_prompts=record.cut_prompts if with_left_out else 0,
         desirable=_share(tokens.desirable, selected),

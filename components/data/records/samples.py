@@ -6,6 +6,7 @@ renders.
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from components.contracts.json_types import Json
 
@@ -96,3 +97,35 @@ class UnpairedSample:
 
 
 Sample = TextSample | CompletionSample | SegmentsSample | ChatSample | PreferenceSample | UnpairedSample
+
+
+def is_empty(message: Message) -> bool:
+    """Return whether a message has neither text nor tool calls."""
+    return not message["content"].strip() and "tool_calls" not in message
+
+
+def unusual_turns(sample: Sample) -> list[str]:
+    """Return what is unusual in the turns of a sample, without a fault that makes its record a bad one."""
+    chats = _conversations(sample)
+    pairs = [pair for chat in chats for pair in pairwise(chat)]
+    answers = [turn for chat in chats for turn in chat if turn["role"] == "assistant"]
+    found = {
+        "two user turns in a row": any(one["role"] == other["role"] == "user" for one, other in pairs),
+        "system turn after the first turn": any(later["role"] == "system" for _, later in pairs),
+        "empty answer": any(map(is_empty, answers)),
+    }
+    return [name for name, is_so in found.items() if is_so]
+
+
+def _conversations(sample: Sample) -> list[list[Message]]:
+    """Return a conversation for each answer of the sample, with strings as turns; none for other texts."""
+    if isinstance(sample, TextSample | SegmentsSample):
+        return []
+    if isinstance(sample, ChatSample):
+        return [sample.messages]
+    answers = sample.answers if isinstance(sample, PreferenceSample) else (sample.completion,)
+    return [[*_turns(sample.prompt, "user"), *_turns(answer, "assistant")] for answer in answers]
+
+
+def _turns(turns: Turns, role: str) -> list[Message]:
+    return [{"role": role, "content": turns}] if isinstance(turns, str) else turns

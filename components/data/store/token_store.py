@@ -131,6 +131,8 @@ class TokenChunk:
     bad: Sequence[BadRecord] = ()
     unread: Counter[str] = field(default_factory=Counter)
     """Number of records with a value in a field that is not read, by the field's name."""
+    unusual: Counter[str] = field(default_factory=Counter)
+    """Number of samples, kept or left out, by what is unusual in their turns."""
 
     @property
     def num_records(self) -> int:
@@ -155,6 +157,7 @@ class StoreMeta:
     records: int = 0
     """Number of records, including those that were left out."""
     unread: Counter[str] = field(default_factory=Counter)
+    unusual: Counter[str] = field(default_factory=Counter)
     sizes: dict[str, int] = field(default_factory=dict)
     """Size of each file in bytes, by the file's name."""
     checksums: dict[str, str] = field(default_factory=dict)
@@ -199,6 +202,7 @@ class FilterResult:
     cut_prompts: int = 0
     bad: Sequence[BadRecord] = ()
     unread: Mapping[str, int] = field(default_factory=dict)
+    unusual: Mapping[str, int] = field(default_factory=dict)
 
 
 class CorruptTokenStore(Exception):
@@ -287,6 +291,7 @@ class StoreWriter:
         meta.long_prompts += chunk.long_prompts
         meta.cut_prompts += chunk.cut_prompts
         meta.unread += chunk.unread
+        meta.unusual += chunk.unusual
         meta.bad += len(chunk.bad)
         for bad in chunk.bad:
             self._files[_BAD].write(json.dumps(asdict(bad)).encode() + b"\n")
@@ -424,6 +429,7 @@ class TokenStore:
             long_prompts=self.meta.long_prompts,
             cut_prompts=self.meta.cut_prompts,
             bad=self.bad(),
+            unusual=self.meta.unusual,
             unread={name: -(-n // 2) if self._splits_pairs else n for name, n in self.meta.unread.items()},
         )
 

@@ -24,6 +24,7 @@ from components.data.records.samples import (
     SegmentsSample,
     TextSample,
     UnpairedSample,
+    is_empty,
 )
 from components.data.tokenize.assistant_mask import (
     Conversation,
@@ -213,7 +214,7 @@ def _encode_turns(messages: list[Message], template: Template, untrained: frozen
     """Encode a conversation; its targets are the assistant turns that are neither ``untrained`` nor empty."""
     chat = template.conversation(messages)
     answers = ((i, m) for i, m in enumerate(messages) if m["role"] == "assistant" and i not in untrained)
-    said = [i for i, message in answers if message["content"].strip() or "tool_calls" in message]
+    said = [i for i, message in answers if not is_empty(message)]
     return _encoded(chat, assistant_spans(chat, said))
 
 

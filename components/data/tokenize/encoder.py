@@ -16,7 +16,14 @@ from components.data.records.formats import normalize
 from components.data.records.messages import REASONING_KEYS, has_reasoning_part
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import PairAnswer, Record, Unreadable
-from components.data.records.samples import PreferenceSample, Sample, Turns, UnpairedSample
+from components.data.records.samples import (
+    PreferenceSample,
+    Sample,
+    Turns,
+    UnpairedSample,
+    is_empty,
+    unusual_turns,
+)
 from components.data.records.split_pairs import split_pairs
 from components.data.store.token_store import BadRecord, LeftOut, TokenChunk
 from components.data.tokenize.chat import Encoded, encode_sample
@@ -86,7 +93,7 @@ def is_nonempty(completion: Turns) -> bool:
     """Return whether a completion has text or tool calls."""
     if isinstance(completion, str):
         return bool(completion.strip())
-    return any(turn["content"].strip() or "tool_calls" in turn for turn in completion)
+    return not all(map(is_empty, completion))
 
 
 def _paired(held: Iterable[EncoderInput], completion: Turns | None) -> Iterator[EncoderInput]:
@@ -110,6 +117,7 @@ class EncodeResult:
     desirable: bool
     margin: float
     unread: Sequence[str]
+    unusual: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,7 @@ class Encoder:
             records=np.array([n for n, _ in kept], np.int64),
             bad=[result for result in results if isinstance(result, BadRecord)],
             unread=Counter(chain.from_iterable(result.unread for result in encoded)),
+            unusual=Counter(chain.from_iterable(result.unusual for result in encoded)),
         )
 
     def _result(self, item: Content | KLPair | Unreadable, origin: str) -> EncodeResult | BadRecord:
@@ -180,6 +189,7 @@ class Encoder:
             desirable=isinstance(sample, UnpairedSample) and sample.desirable,
             margin=sample.margin if isinstance(sample, PreferenceSample) else 0.0,
             unread=unread,
+            unusual=unusual_turns(sample),
         )
 
     def _sequences(self, sample: Sample, origin: str) -> list[Encoded]:

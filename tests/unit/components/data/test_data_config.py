@@ -433,6 +433,30 @@ def test_the_audit(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     assert "rate [/s] (3)" in shown
 
 
+def test_unusual_turns_have_a_rule_and_are_counted(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    user, system = {"role": "user", "content": "U"}, {"role": "system", "content": "S"}
+    answer, empty = ({"role": "assistant", "content": text} for text in ("A", " "))
+    chats = [
+        [system, user, answer],
+        [user, user, empty, user, answer],
+        [user, user, answer, system, user, answer],
+        [user, answer, user],
+    ]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    [source] = prepare(FilesData(train=str(path)), tokenizer, "chat").audit.train.sources
+    assert source.samples == 4
+    assert source.unread == {"messages[] after the last answer": 1}
+    counts = {"empty answer": 1, "system turn after the first turn": 1, "two user turns in a row": 2}
+    assert source.unusual == counts
+    pairs = [{"prompt": "U", "chosen": "A", "rejected": text} for text in ("B", "")]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    [source] = prepare(FilesData(train=str(path)), tokenizer, "preference").audit.train.sources
+    assert (source.samples, source.unsupervised, source.unusual) == (1, 1, {"empty answer": 1})
+
+
 def test_answers_without_a_stop_token_are_warned_of(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
