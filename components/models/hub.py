@@ -24,8 +24,8 @@ FAILURES: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, HFV
 """Errors of a download. The first is that of the hub's HTTP client, for example for a lost connection."""
 
 REASONS: tuple[tuple[type[Exception], str], ...] = (
-    (GatedRepoError, "gated: accept its licence and set HF_TOKEN"),
-    (RepositoryNotFoundError, "the hub has no such model, or it is private"),
+    (GatedRepoError, "gated: accept its licence on the hub, then run hf auth login or set HF_TOKEN"),
+    (RepositoryNotFoundError, "the hub has no such model, or it is private and needs HF_TOKEN"),
     (RevisionNotFoundError, "it has no such model.revision"),
     (LocalEntryNotFoundError, "the hub cannot be reached, and there is no copy in its cache"),
     (HFValidationError, "neither a folder nor a valid name of a model on the hub"),
