@@ -7,11 +7,12 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from components.contracts.errors import ConfigError
+from components.data.records.options import RecordError
 from components.data.records.samples import ChatSample
 from components.data.tokenize.chat import encode_sample
 from components.data.tokenizer import PATH
 from components.models import ModelSpec
-from components.models.chat_template import with_chat_template
+from components.models.chat_template import TEMPLATE_TOKENS, with_chat_template
 
 CHAT = [
     {"role": "system", "content": "Be kind."},
@@ -58,6 +59,16 @@ def test_templates_by_name(name: str, text: str, stop: str) -> None:
     trained = [token for token, on in zip(encoded.input_ids, encoded.mask, strict=True) if on]
     assert words.decode(trained) == f"Hello.{stop}See you.{stop}"
     assert encoded.stop_trained
+
+
+@pytest.mark.parametrize("name", TEMPLATE_TOKENS)
+def test_templates_by_name_refuse_tools_and_calls(name: str) -> None:
+    words = with_chat_template(tokenizer(), name)
+    call = {"type": "function", "function": {"name": "now", "arguments": {}}}
+    calling = [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for sample, what in ((ChatSample(CHAT, [call]), "tools"), (ChatSample(calling, None), "tool_calls")):
+        with pytest.raises(RecordError, match=f"does not render {what}.*\n.*use another template"):
+            encode_sample(sample, words, train_on_prompt=False, origin="x:1")
 
 
 def test_a_file(tmp_path: Path) -> None:
