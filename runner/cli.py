@@ -389,8 +389,11 @@ def no_override(word: str, reason: str) -> str:
     """Return the message for a word of the command line that Hydra cannot parse."""
     if word in COMMANDS:
         return f"{word}: is a command of its own; use python -m runner.{word}."
-    if Path(word).suffix in (".yaml", ".yml", ".json"):
-        return f"{word}: is no option; use python -m runner.import_config TOOL FILE for a file."
+    for file in (each for each in sys.argv[1:] if Path(each).suffix in (".yaml", ".yml", ".json")):
+        if "=" not in file:
+            return f"{file}: is not an option; use python -m runner.import_config TOOL {file} for a file."
+    if word in group_options("stage"):
+        return f"{word} (the command line): is not KEY=VALUE; use stage={word}."
     return f"{word} (the command line): is not KEY=VALUE: {reason}; correct it, or quote it."
 
 

@@ -223,8 +223,8 @@ def check_evaluation(key: str, wanted: float, has_eval: bool, option: str) -> No
     """Raise ConfigError if evaluations are due without data for them, which ``option`` would name."""
     if wanted and not has_eval:
         raise ConfigError(
-            f"run.{key}: is {wanted}, but there is no evaluation data; set {option} or "
-            f"data.eval_fraction, or use run.{key}={'false' if key == 'eval_on_start' else 0}."
+            f"run.{key}: is {str(wanted).removesuffix('.0')}, but there is no evaluation data; set {option} "
+            f"or data.eval_fraction, or use run.{key}={'false' if key == 'eval_on_start' else 0}."
         )
 
 

@@ -56,6 +56,10 @@ def import_config(arguments: Sequence[str]) -> None:
     tool, name, *pairs = arguments
     if tool not in TOOLS:
         raise ConfigError(f"{tool}: is not a tool; give {', '.join(TOOLS)}. {usage}")
+    if name.startswith("-"):
+        raise ConfigError(
+            f"{name}: is not a file; write the command line to a file, such as train.sh. {usage}"
+        )
     given = parse_pairs(pairs, KEYS)
     path = Path(expand_home("FILE", name))
     options, found = read(tool, path)

@@ -181,6 +181,8 @@ def check_long_options(words: Iterable[str]) -> None:
     """Raise ConfigError if a word is ``--OPTION`` of another tool."""
     for word, following in pairwise((*words, "")):
         name, equals, value = word.partition("=")
+        if name == "--config":
+            raise ConfigError(f"{name}: is not an option; use python -m runner.import_config TOOL FILE.")
         if name.startswith("--") and (hint := counterpart(name, value if equals else following)):
             raise ConfigError(f"{name}: options are KEY=VALUE, without dashes; {hint}")
 

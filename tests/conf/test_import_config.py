@@ -217,6 +217,7 @@ def test_llamafactory(imported: Run) -> None:
     }
     check(answer, TRAINER | expected)
     assert "scheduler=cosine" in answer.words
+    assert "#   model.trust_remote_code: leave it out if the model brings no code" in answer.out
     _, _, comments = answer.out.partition("# Not needed:")
     named = {line.split()[1].rstrip(":") for line in comments.splitlines() if line.startswith("#  ")}
     assert named == {
@@ -371,12 +372,20 @@ def test_reward_models_of_other_tools(imported: Run) -> None:
 
 
 def test_a_command_of_trl_with_a_file_of_options(imported: Run, tmp_path: Path) -> None:
-    options = "model_name_or_path: x\ndataset_name: org/a\nlearning_rate: 2.0e-5\nmax_steps: 7\n"
+    options = "model_name_or_path: x\ndataset_name: org/a\npush_to_hub: true\nmax_steps: 7\n"
     (tmp_path / "sft.yaml").write_text(options)
     answer = imported("trl", "trl sft --config sft.yaml --learning_rate 1e-5", suffix=".sh")
     check(answer, {"model.path": "x", "optimizer.lr": 1e-5, "run.max_steps": 7, "data.train": "hub:org/a"})
+    assert "#   push_to_hub=True: upload the export after the run: hf upload NAME/MODEL" in answer.out
     missing = imported("trl", "trl sft --config other.yaml", suffix=".sh")
     assert (missing.code, "other.yaml: cannot be read" in missing.err) == (2, True)
+
+
+def test_options_without_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["import_config", "trl", "--model_name_or_path", "x"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--model_name_or_path: is not a file; write the command line to a" in capsys.readouterr().err
 
 
 def test_a_mixture_of_trl(imported: Run) -> None:

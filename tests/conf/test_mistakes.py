@@ -37,6 +37,15 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["-m", "hydra/sweeper=optuna", "hydra.sweep.dir='${run.name}'", "run.seed=1,2"],
         ["hydra.sweep.dir: is not known when a sweep starts", "${run.output_dir}"],
     ),
+    "stage without its key": (["sft", "model=hf"], ["sft (the command line)", "use stage=sft."]),
+    "command of another tool": (
+        ["train", "sft.yaml", "data.train=a.json"],
+        ["sft.yaml: is not an option; use python -m runner.import_config TOOL sft.yaml"],
+    ),
+    "--config of another tool": (
+        ["sft", "--config", "sft.yaml"],
+        ["--config: is not an option; use python -m runner.import_config TOOL FILE."],
+    ),
     "home in a path": (["checkpoint.init_from=~/no/such"], [f"{Path.home()}/no/such", "run folder"]),
     "home in a list": (
         ["data=files", "data.sources=[{path: ~/no/such.jsonl}]"],
@@ -491,7 +500,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "nothing to evaluate on": (
         ["data=files", "data.train={tmp}/chat.jsonl", "run.eval_every=2"],
-        ["run.eval_every", "data.eval_fraction"],
+        ["run.eval_every: is 2, but", "data.eval_fraction"],
     ),
     # ---- models
     "no path": (["model=hf"], ["model.path"]),

@@ -129,6 +129,10 @@ def choose_model(work: Translation) -> None:
     if (path := work.take(name)) is None:
         raise ConfigError(f"{name}: the configuration names no model; add it.")
     work.words |= {"model": "hf", "model.path": path}
+    if work.left.get("trust_remote_code"):
+        work.checks["model.trust_remote_code"] = (
+            "leave it out if the model brings no code of its own; every command on the run asks for it again"
+        )
     if work.left.get("fp8"):
         for name in ("bf16", "pure_bf16"):
             work.skip(name, "run.dtype=fp8 has bf16 for everything else")
