@@ -16,7 +16,7 @@ TOP_LINES = 15
 """Maximum number of lines of code that the report lists with the memory that they allocated.
 ``rehearsal.json`` contains all."""
 OF_ACTIVATIONS = frozenset({"converted", "dequantized", "rounded"})
-"""Parts of the estimate that a rehearsal does not tell from activations."""
+"""Parts of the estimate that are among the activations of a rehearsal."""
 LIMITS = (
     "Not rehearsed: values, time, kernels (triton, Transformer Engine, run.compile), memory inside of "
     "kernels, fragmentation, buffers of NCCL and cuBLAS. Routers are balanced, and peers send what this rank "
