@@ -85,6 +85,12 @@ class Hook:
         This is called before any rank starts.
         """
 
+    def check_model(self, name: str, model: ModelConfig) -> None:
+        """Raise ConfigError if the hook, called ``name``, cannot be used with ``model``.
+
+        This is called before any rank starts, except in a proof, which has another model.
+        """
+
     def begin(self, run: HookRun) -> None:
         """Prepare for the first step.
 

@@ -29,6 +29,13 @@ _HUB = "hub:"
 _OF_HUB = ("subset", "split", "revision")
 """Options that select a part of a data set of the hub."""
 _SOURCE_KEYS = ("path", "repeats", "share", "format", "columns", "max_samples", *_OF_HUB)
+_LACKS = {
+    "alpaca": "has no messages",
+    "alpaca and segments": "has no messages",
+    "indexed": "is tokens already",
+    "segments": "has no messages and uses no chat template",
+}
+"""Formats -> why some options have no effect on data of these formats."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -96,17 +103,23 @@ class RecordsData(Data):
                 f"data.strings: the records are {' and '.join(sorted(formats))}, and it affects only "
                 f"{', '.join(sorted(OF_STRINGS))}; leave it out, or correct data.format."
             )
-        if {*formats} != {"segments"}:
-            return
-        given = {
-            "default_system": self.default_system is not None,
-            "mask_history": self.mask_history,
-            "chat_template_kwargs": bool(self.chat_template_kwargs),
-        }
+        options, given = self.record_options(), dict[str, bool]()
+        if {*formats} == {"indexed"}:
+            given |= {name: bool(getattr(options, name)) for name in ("columns", "ignore_fields")}
+            given |= {"on_bad_record": self.on_bad_record != "stop"}
+        if {*formats} <= {"alpaca", "segments"}:
+            given |= {f"columns.{key}": key in options.columns for key in MESSAGE_KEYS}
+            given |= {"roles": bool(options.roles)}
+        if {*formats} == {"segments"}:
+            given |= {
+                "default_system": self.default_system is not None,
+                "mask_history": self.mask_history,
+                "chat_template_kwargs": bool(self.chat_template_kwargs),
+            }
         for name in (name for name, unread in given.items() if unread):
+            known = " and ".join(sorted(formats))
             raise ConfigError(
-                f"data.{name}: has no effect on records with segments, which use no chat template; leave it "
-                "out."
+                f"data.{name}: has no effect on {known} data, which {_LACKS[known]}; leave it out."
             )
 
     def record_options(self) -> RecordOptions:
@@ -297,9 +310,9 @@ class FilesData(RecordsData):
         path: str = source["path"]
         own = {name: source[name] for name in ("format", "columns") if name in source}
         options = replace(self.record_options(), **own)
-        limit = source.get(
-            "max_samples", self.max_eval_samples if option.startswith("data.eval") else self.max_samples
-        )
+        limit = self.max_eval_samples if option.startswith("data.eval") else self.max_samples
+        limits = [number for number in (limit, source.get("max_samples")) if number is not None]
+        limit = min(limits, default=None)
         if not path.startswith(_HUB):
             return self.converting(FileSource(option=option, path=path, options=options, max_samples=limit))
         subset, split, revision = (source.get(name, getattr(self, name)) for name in _OF_HUB)
@@ -331,18 +344,24 @@ def _check_source(where: str, source: Json) -> None:
     limit = source.get("max_samples")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigError(f"{where}.max_samples: must be a whole number above 0, got {limit!r}.")
-    if not isinstance(source.get("columns", {}), dict):
-        raise ConfigError(f"{where}.columns: must be a mapping of names, got {source['columns']!r}.")
+    columns = source.get("columns", {})
+    if not isinstance(columns, dict) or not all(isinstance(name, str) for name in columns.values()):
+        raise ConfigError(f"{where}.columns: must be a mapping of names, got {columns!r}.")
     known = ("auto", *get_args(Format))
     if source.get("format", "auto") not in known:
         raise ConfigError(f"{where}.format: {source['format']!r} is not one of {', '.join(known)}.")
 
 
 def _check_part(where: str, source: Json) -> None:
+    is_hub = source["path"].startswith(_HUB)
     for name in (name for name in _OF_HUB if source.get(name) is not None):
         if not isinstance(source[name], str):
             raise ConfigError(f"{where}.{name}: must be text, got {source[name]!r}; put it in quotes.")
-        if not source["path"].startswith(_HUB):
+        if not is_hub:
             raise ConfigError(
                 f"{where}.{name}: only data sets of the hub have one; use path: hub:NAME, or remove it."
             )
+    if source.get("columns") and not is_hub and indexed_prefix(source["path"]) is not None:
+        raise ConfigError(
+            f"{where}.columns: has no effect on indexed data, which {_LACKS['indexed']}; remove it."
+        )

@@ -47,7 +47,10 @@ def indexed_source(
         raise ConfigError(f"{source.name}: an indexed data set is text; use stage=pt and data.format=auto.")
     if source.max_samples is not None:
         option = "max_eval_samples" if source.option.startswith("data.eval") else "max_samples"
-        raise ConfigError(f"{source.name}: an indexed data set is read as a whole; leave out data.{option}.")
+        raise ConfigError(
+            f"{source.name}: an indexed data set is read as a whole; set data.{option}=null"
+            f"{', and leave it out of the entry' if source.option.startswith('data.sources') else ''}."
+        )
     tokens = IndexedTokens.open(prefix, max_length=encoder.max_length)
     tokens.check_vocabulary(encoder.vocab_size())
     record = tokens.outcome(drop=encoder.long_samples == "drop")

@@ -11,7 +11,8 @@ from transformers.utils import logging
 
 from components.accelerator import inference_device
 from components.atomic_write import write_atomic
-from components.contracts.errors import check_at_least_one
+from components.contracts.configs import ModelConfig
+from components.contracts.errors import ConfigError, check_at_least_one
 from components.contracts.hook import Hook, HookRun
 from components.contracts.json_types import Json
 from components.data.records.options import RecordOptions
@@ -51,12 +52,16 @@ class Samples(Hook):
         )
         return read_prompts(self.prompts, options)
 
+    def check_model(self, name: str, model: ModelConfig) -> None:
+        """Raise ConfigError if the chat template refuses a prompt, or a prompt is too long."""
+        tokenizer, config = model.load_tokenizer(), model.config()
+        try:
+            for prompt in self.read():
+                check_positions(config, len(prompt.token_ids(tokenizer)), self.max_new_tokens)
+        except ConfigError as error:
+            raise ConfigError(f"hook.{name}: {error}") from error
+
     def begin(self, run: HookRun) -> None:
-        """Raise ConfigError on every rank if the chat template refuses a prompt, or it is too long."""
-        tokenizer = run.model.load_tokenizer()
-        config = run.model.config()
-        for prompt in self.read():
-            check_positions(config, len(prompt.token_ids(tokenizer)), self.max_new_tokens)
         if run.is_main:
             shutil.rmtree(self._scratch(run), ignore_errors=True)  # of a run that was killed
 

@@ -5,7 +5,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from math import prod
+from math import inf, prod
 from typing import Any, Literal
 
 import torch
@@ -67,6 +67,11 @@ class TorchClass:
     def __post_init__(self) -> None:
         check_at_least_zero("optimizer", self, "lr", "weight_decay", "max_grad_norm")
         check_groups(self.groups, self.lr)
+        for key, end, words in (("betas", 1.0, " and below 1"), ("eps", inf, ""), ("warmup_steps", inf, "")):
+            given = self.options.get(key)
+            every = given if isinstance(given, Sequence) else [given]
+            if not all(0 <= number < end for number in every if isinstance(number, int | float)):
+                raise ConfigError(f"optimizer.{key}: must be at least 0{words}, got {given}.")
         least = self.options.get("min_8bit_size")
         if isinstance(least, int) and least > prod(SHAPE):
             raise ConfigError(
@@ -264,6 +269,11 @@ class TorchClass:
                 f"optimizer._target_: {self.name} cannot update a matrix and a vector with these options: "
                 f"{type(error).__name__}: {error}. Change its options, or choose another class."
             ) from error
+        if not all(value.isfinite().all() for value in (*trained, vector)):
+            raise ConfigError(
+                f"optimizer._target_: {self.name} makes weights infinite or NaN with these options; change "
+                "its options, or choose another class."
+            )
         return optimizer
 
 

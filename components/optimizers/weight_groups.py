@@ -52,16 +52,23 @@ def check_matches(groups: Sequence[WeightGroup], tensors: Iterable[Sequence[str]
         tensors: for each tensor of the engine, the names on disk of the trained weights that it holds.
 
     Raises:
-        ConfigError: if a pattern matches no weight, or weights in one tensor are in different groups.
+        ConfigError: if a pattern matches no weight or only those that earlier patterns match, or weights in
+            one tensor are in different groups.
     """
     together = [*tensors]
-    names = [name for tensor in together for name in tensor]
+    names = left = [name for tensor in together for name in tensor]
     for number, group in enumerate(groups):
         if not fnmatch.filter(names, group.match):
             raise ConfigError(
                 f"optimizer.groups[{number}].match: {group.match!r} matches no trained weight; a name is "
                 f"like {names[0]}, and a pattern like '*.embed_tokens.*'."
             )
+        if not fnmatch.filter(left, group.match):
+            raise ConfigError(
+                f"optimizer.groups[{number}].match: {group.match!r} matches no weight except those that an "
+                "earlier pattern takes; put it first."
+            )
+        left = [name for name in left if not fnmatch.fnmatchcase(name, group.match)]
     for tensor in together:
         for name in tensor[1:]:
             if find_group(groups, name) != find_group(groups, tensor[0]):

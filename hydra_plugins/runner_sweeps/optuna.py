@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from components.contracts.errors import ConfigError
 from hydra_plugins.runner_sweeps.optuna_study import (
     ask_trial,
+    check_sampler,
     make_pruner,
     make_sampler,
     open_study,
@@ -88,7 +89,7 @@ class OptunaSweeper(Sweeper):
                 return
             study = open_study(sweep, space)
             self.leave_pruner(sweep)
-            self.launch(study, space, sweep, unfinished(study, sweep))
+            self.launch(study, space, sweep, unfinished(study, space, sweep))
             while new := self.chosen(study, space):
                 self.launch(study, space, sweep, new)
 
@@ -99,7 +100,8 @@ class OptunaSweeper(Sweeper):
             ConfigError: if one of them is wrong, or a pruner is chosen for a run without evaluations.
         """
         space.distributions()
-        make_sampler(self.sampler, self.sampler_options, self.seed, 0, space)
+        sampler = make_sampler(self.sampler, self.sampler_options, self.seed, 0, space)
+        check_sampler(sampler, self.sampler_options, space, self.most_trials(space))
         examples = space.examples()
         first, *_ = [self.loader.load_sweep_config(self.config, example) for example in examples]
         evaluates = first.run.eval_every or first.run.eval_every_epochs
@@ -108,6 +110,9 @@ class OptunaSweeper(Sweeper):
                 f"hydra.sweeper.pruner: {self.pruner} needs evaluations during the run, and the only one "
                 "is at the end (run.eval_every=0); set run.eval_every, or hydra.sweeper.pruner=none."
             )
+
+    def most_trials(self, space: SearchSpace) -> int:
+        return min(self.n_trials, space.size()) if self.sampler == "grid" else self.n_trials
 
     def leave_pruner(self, sweep: Path) -> None:
         if self.pruner == "none":
@@ -118,9 +123,7 @@ class OptunaSweeper(Sweeper):
 
     def chosen(self, study: "Study", space: SearchSpace) -> "list[FrozenTrial]":
         """Ask the study for the next trials: ``n_jobs``, or fewer at the end."""
-        known, last = len(study.get_trials(deepcopy=False)), self.n_trials
-        if self.sampler == "grid":
-            last = min(last, space.size())
+        known, last = len(study.get_trials(deepcopy=False)), self.most_trials(space)
         return [
             ask_trial(
                 study, space, make_sampler(self.sampler, self.sampler_options, self.seed, number, space)
@@ -139,12 +142,16 @@ class OptunaSweeper(Sweeper):
                 tell_trial(study, trial, outcome_of(sweep, trial))
 
 
-def unfinished(study: "Study", sweep: Path) -> "list[FrozenTrial]":
-    """Return the trials of an earlier command to run again; report to the study those that have ended."""
+def unfinished(study: "Study", space: SearchSpace, sweep: Path) -> "list[FrozenTrial]":
+    """Return the trials of an earlier command to run again; report to the study those that have ended.
+
+    A trial lacks values, and has no job, if the command ended while they were chosen.
+    """
     from optuna.trial import TrialState
 
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    return [trial for trial in running if not tell_trial(study, trial, outcome_of(sweep, trial))]
+    whole = [trial for trial in running if trial.params.keys() >= space.swept.keys()]
+    return [trial for trial in whole if not tell_trial(study, trial, outcome_of(sweep, trial))]
 
 
 def outcome_of(sweep: Path, trial: "FrozenTrial") -> JobRecord | None:

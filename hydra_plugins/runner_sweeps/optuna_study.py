@@ -68,6 +68,25 @@ def ask_trial(study: "Study", space: SearchSpace, sampler: "BaseSampler") -> "Fr
     return study.get_trials(deepcopy=False)[number]
 
 
+def check_sampler(
+    sampler: "BaseSampler", options: Mapping[str, object] | None, space: SearchSpace, n_trials: int
+) -> None:
+    """Raise ConfigError if ``sampler`` fails with its ``options`` in as many trials as it begins with.
+
+    The trials are in memory, so that a failure leaves no unfinished one in the study of a sweep.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study()
+    try:
+        random = int(str((options or {}).get("n_startup_trials", 10)))
+        for _ in range(min(random + 1, n_trials)):  # after the random ones, the other options are read
+            study.tell(ask_trial(study, space, sampler).number, 0.0)
+    except (TypeError, ValueError) as error:
+        raise wrong_options("sampler", error) from error
+
+
 def tell_trial(study: "Study", trial: "FrozenTrial", record: JobRecord | None) -> bool:
     """Report ``record`` to the study; return whether ``trial`` has ended. False means that it runs again."""
     from optuna.trial import TrialState
@@ -121,7 +140,7 @@ def make_sampler(
     kinds: dict[str, Callable[..., BaseSampler]] = {
         "tpe": partial(TPESampler, seed=own),
         "random": partial(RandomSampler, seed=own),
-        "grid": partial(GridSampler, space.grid() if name == "grid" else {}, seed=seed),
+        "grid": partial(GridSampler, space.grid() if name == "grid" else {}, seed=seed % 2**32),
     }
     return make_optuna("sampler", name, kinds, options)
 
@@ -150,9 +169,11 @@ def make_optuna(
     try:
         return kinds[name](**(options or {}))
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"hydra.sweeper.{key}_options: {error}; use those of Optuna's documentation, or null."
-        ) from error
+        raise wrong_options(key, error) from error
+
+
+def wrong_options(key: str, error: Exception) -> ConfigError:
+    return ConfigError(f"hydra.sweeper.{key}_options: {error}; use those of Optuna's documentation, or null.")
 
 
 class TrialPruner:

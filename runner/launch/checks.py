@@ -105,6 +105,8 @@ class RunPreparation:
         """
         experiment, run = self.experiment, self.experiment.run
         model = self.check_components()
+        for name, hook in experiment.hook.items():
+            hook.check_model(name, experiment.model)
         with log_to(None, self.console):
             if experiment.preflight.mode == "check" and experiment.checkpoint.init_from is None:
                 checks.warn_of_random_weights(experiment.model, experiment.adapter)

@@ -168,7 +168,14 @@ def with_layout(launch: RunPreparation, layout: ParallelismSpec) -> tuple[RunPre
     before = {**config, "parallelism": vars(experiment.parallelism)}
     changed = [*differences("model.architecture", old, new)]
     changed += [row for node, keys in nodes.items() for row in differences(node, before[node], keys)]
+    left_out = {
+        name for name, hook in experiment.hook.items() if hook.needs_evaluations or hook.generates_text
+    }
+    changed += [
+        {"key": f"hook.{name}", "composed": "given", "proof": "left out"} for name in sorted(left_out)
+    ]
     small = {**config, **{node: {**config[node], **keys} for node, keys in nodes.items()}}
+    small["hook"] = {name: options for name, options in config["hook"].items() if name not in left_out}
     proved = build_experiment(small, launch.where)
     found = replace(launch, config=small, experiment=proved, reference=proved.reference, world_size=ranks)
     found.check_components()

@@ -88,8 +88,12 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "key of no class": (["optimizer=torch", "+optimizer.bets=1"], ["did you mean 'optimizer.betas'"]),
     "option of a class": (
-        ["optimizer=torch", "+optimizer.betas=[2,3]"],
+        ["optimizer=torch", "+optimizer.betas=[0.9]"],
         ["optimizer._target_", "RAdam cannot"],
+    ),
+    "range of an option of a class": (
+        ["optimizer=torch", "+optimizer.betas=[2,3]"],
+        ["optimizer.betas", "below 1, got [2, 3]"],
     ),
     "optimizer without a rate": (
         ["optimizer=torch", "optimizer._target_=torch.optim.Optimizer"],
@@ -649,6 +653,13 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "samples of strings with a system turn": (
         ["hook=[samples]", "hook.samples.prompts={tmp}/text.jsonl", "hook.samples.default_system=S"],
         ["hook.samples.default_system", "every prompt is a string", "hook.samples.strings=chat"],
+    ),
+    "samples with a variable that the template does not read": (
+        [
+            *("stage=sft", "hook=[samples]", "hook.samples.prompts={tmp}/pair.jsonl"),
+            *("hook.samples.strings=chat", "hook.samples.chat_template_kwargs={foo: 1}"),
+        ],
+        ["hook.samples: {tmp}/pair.jsonl:1: the chat template does not read foo", "Remove it"],
     ),
     "samples of a first evaluation": (
         [

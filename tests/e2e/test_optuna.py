@@ -195,6 +195,14 @@ def test_runs_that_are_worse_than_others_end_early(tmp_path: Path) -> None:
         ([LR, "hydra.sweeper.sampler=grid"], ["hydra.sweeper.sampler: is grid", "interval", "sampler=tpe"]),
         ([LR, "hydra.sweeper.sampler_options={n:1}"], ["hydra.sweeper.sampler_options", "'n'"]),
         ([LR, "hydra.sweeper.sampler_options={seed:1}"], ["has a seed", "use hydra.sweeper.seed"]),
+        (
+            [LR, "hydra.sweeper.sampler_options={n_startup_trials:abc}"],
+            ["hydra.sweeper.sampler_options", "'abc'"],
+        ),
+        (
+            [LR, "hydra.sweeper.sampler_options={n_startup_trials:1,n_ei_candidates:abc}"],
+            ["hydra.sweeper.sampler_options", "use those of Optuna"],
+        ),
         ([LR, "hydra.sweeper.pruner=halving"], ["hydra.sweeper.pruner", "asha"]),
         ([LR, "hydra.sweeper.pruner=median"], ["hydra.sweeper.pruner", "run.eval_every"]),
         ([LR, "hydra.sweeper.n_trials=0"], ["hydra.sweeper.n_trials", "at least 1"]),
@@ -215,6 +223,19 @@ def test_mistakes(
     assert said.startswith("error: ")
     assert all(word in said for word in words), said
     assert not outcomes(tmp_path)
+
+
+def test_a_trial_whose_values_were_not_chosen_does_not_run(
+    tmp_path: Path, runs: Callable[[Run], None]
+) -> None:
+    """The seed of a grid may be larger than those of NumPy."""
+    grid = ("hydra.sweeper.sampler=grid", "hydra.sweeper.seed=1099511627776", "run.seed=0,1")
+    runs(distance)
+    assert search(tmp_path, *grid, "hydra.sweeper.n_trials=1") == 0
+    study = optuna.load_study(storage=storage_in(tmp_path / "sweeps/s"), study_name=NAME)
+    study.ask()  # killed after that
+    assert search(tmp_path, *grid, "hydra.sweeper.n_trials=3") == 0
+    assert [trial.state for trial in trials(tmp_path)][:2] == [TrialState.COMPLETE, TrialState.RUNNING]
 
 
 @pytest.mark.parametrize("name", ["a/b", "../../escaped", "/escaped", "..", ".", ".a", "''", "a b"])

@@ -115,6 +115,12 @@ def test_the_reference_of_a_quantised_model_is_in_4_bits() -> None:
     assert small.reference.choice == "adapter_off"
 
 
+def test_hooks_that_act_after_evaluations_are_left_out() -> None:
+    small, changed = shrunk(*SMALL, "hook=[ema,samples]", "hook.samples.prompts=README.md")
+    assert [*small.experiment.hook] == [*small.config["hook"]] == ["ema"]
+    assert changed["hook.samples"] == ("given", "left out")
+
+
 def test_an_adapter_of_layers_that_the_small_model_lacks() -> None:
     with pytest.raises(ConfigError, match=r"matches no module of llama.*use preflight\.shrink\.layers=null"):
         shrunk("model=llama3_1b", "adapter=lora", "adapter.target_modules=[layers.9.self_attn.q_proj]")

@@ -94,6 +94,11 @@ class HubDataset:
         """
         import datasets  # takes half a second, and only this source needs it
 
+        if self.local is not None and self.revision is not None:
+            raise ConfigError(
+                f"data.revision: {self.option}=hub:{self.repo} is local and has no revisions; leave it out, "
+                "or give it to other entries of data.sources."
+            )
         if self.local is None:
             read_cache_without_network(self.repo)
         try:

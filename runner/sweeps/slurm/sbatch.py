@@ -60,9 +60,10 @@ class SbatchOptions:
     dry_run: bool
 
     def __post_init__(self) -> None:
-        keys = ("nodes", "tasks_per_node", "timeout_min", "array_parallelism")
+        keys = ("nodes", "tasks_per_node", "cpus_per_task", "timeout_min", "array_parallelism")
         check_at_least_one("hydra.launcher", self, *keys)
-        check_at_least_zero("hydra.launcher", self, "signal_delay_s", "max_requeues")
+        others = ("gpus_per_node", "mem_gb", "signal_delay_s", "max_requeues")
+        check_at_least_zero("hydra.launcher", self, *others)
         for word in self.sbatch_args:
             if not re.fullmatch("--[a-z].*", word):
                 raise ConfigError(

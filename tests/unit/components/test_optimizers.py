@@ -142,6 +142,11 @@ def test_groups_have_their_own_rate_and_decay() -> None:
     [
         ([WeightGroup("*.q.*")], [["a.k.weight"]], "optimizer.groups.0..match: .* a name is like a.k.weight"),
         ([WeightGroup("*.q.*", 1.0)], [["a.q.weight", "a.k.weight"]], "use one group for both"),
+        (
+            [WeightGroup("*"), WeightGroup("*.q.*")],
+            [["a.q.weight"]],
+            r"groups.1..match: '\*.q.\*' .*put it first",
+        ),
     ],
 )
 def test_patterns_are_checked(groups: Any, tensors: Any, message: str) -> None:

@@ -1,6 +1,7 @@
 """What a trial shows about a torch optimizer class, and the classes that it refuses."""
 
 import inspect
+import math
 from typing import Any
 
 import pytest
@@ -141,7 +142,12 @@ def test_the_arguments_of_the_class_are_keys() -> None:
         (torch.optim.LBFGS, {}, "LBFGS cannot update a matrix and a vector .*parameter groups.* choose"),
         (torch.optim.SparseAdam, {}, "SparseAdam cannot update .*dense gradients"),
         (torch.optim.Muon, {}, "Muon cannot update .*only supports 2D parameters"),
-        (torch.optim.RAdam, {"betas": [2.0, 0.9]}, "RAdam cannot update .*beta.*2.0.* Change its options"),
+        (torch.optim.RAdam, {"betas": [0.9]}, "RAdam cannot update .*IndexError.* Change its options"),
+        (AdamWScheduleFree, {"betas": [2, 3]}, "optimizer.betas: must be at least 0 and below 1, got .2, 3"),
+        (AdamWScheduleFree, {"eps": -1.0}, "optimizer.eps: must be at least 0, got -1"),
+        (AdamWScheduleFree, {"eps": math.nan}, "optimizer.eps: must be at least 0, got nan"),
+        (AdamWScheduleFree, {"warmup_steps": -5}, "optimizer.warmup_steps: must be at least 0, got -5"),
+        (torch.optim.SGD, {"momentum": math.inf}, "SGD makes weights infinite or NaN with these options"),
         (torch.optim.Rprop, {"weight_decay": 0.1}, "optimizer.weight_decay: .*Rprop does not have it"),
         (torch.optim.RAdam, {"lr": -1.0}, "optimizer.lr: must be a number of at least 0"),
         (

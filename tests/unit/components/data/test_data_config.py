@@ -185,6 +185,12 @@ def test_strings_that_no_record_has(tmp_path: Path, tokenizer: PreTrainedTokeniz
     with pytest.raises(ConfigError, match=r"data\.strings: the records are alpaca, .*; leave it out"):
         prepare(data, tokenizer, "chat")
     prepare(replace(data, eval=write_chats(tmp_path / "pairs.jsonl", 3, "a")), tokenizer, "chat")
+    options: tuple[dict[str, Any], ...] = ({"columns": {"role": "r"}}, {"roles": {"bot": "assistant"}})
+    for option in options:
+        with pytest.raises(
+            ConfigError, match=r"data\.[a-z.]+: .* on alpaca data, which has no messages; leave"
+        ):
+            prepare(FilesData(train=str(alpaca), packing="none", **option), tokenizer, "chat")
 
 
 def test_limits_of_samples(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -194,10 +200,13 @@ def test_limits_of_samples(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -
     assert (audit.train.sources[0].samples, audit.eval["eval"].sources[0].samples) == (20, 3)
     audit = prepare(FilesData(train=train, eval_fraction=0.25, **limits), tokenizer).audit
     assert (audit.train.sources[0].samples, audit.eval["eval"].sources[0].samples) == (15, 3)
+    entries: list[Any] = [{"path": train, "max_samples": number} for number in (30, 5)]
+    audit = prepare(FilesData(sources=entries, **limits), tokenizer).audit
+    assert [source.samples for source in audit.train.sources] == [20, 5]
     prefix = write_indexed(tmp_path / "corpus", [[1, 2, 3]] * 30, np.uint16)
-    with pytest.raises(ConfigError, match=r"is read as a whole; leave out data\.max_samples"):
+    with pytest.raises(ConfigError, match=r"is read as a whole; set data\.max_samples=null\.$"):
         prepare(FilesData(train=f"{prefix}.bin", **limits), tokenizer)
-    with pytest.raises(ConfigError, match=r"leave out data\.max_eval_samples"):
+    with pytest.raises(ConfigError, match=r"set data\.max_eval_samples=null"):
         prepare(FilesData(train=train, eval=f"{prefix}.bin", packing="none", max_eval_samples=3), tokenizer)
 
 
@@ -558,6 +567,11 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ),
         ({"train": "a.bin", "streaming": True}, r"data.streaming: a.bin is an indexed data set.*; leave"),
         ({"train": "a", "eval": {"a/b": "c"}}, r"data.eval: 'a/b' is not a name .*; use letters"),
+        (
+            {"sources": [{"path": "a.bin", "columns": {"text": "a"}}]},
+            r"data.sources\[0\].columns: has no effect on indexed data",
+        ),
+        ({"sources": [{"path": "a", "columns": {"text": ["a"]}}]}, r"data.sources\[0\].columns: must be"),
         ({"sources": [{"path": "a", "repeats": "2"}]}, r"data.sources\[0\].repeats: .*got '2'"),
         ({"sources": [{"path": "a", "repeats": float("inf")}]}, r"data.sources\[0\].repeats"),
         (
@@ -648,6 +662,14 @@ def test_an_epoch_without_a_sample_is_refused(texts: str, tokenizer: PreTrainedT
         ("text", {"format": "alpaca"}, [[1, 2]], "an indexed data set is text"),
         ("text", {}, [[1, 9000]], "token 9000, but the tokenizer's vocabulary is 8192"),
         ("text", {}, [[1], [2]], "no sequence is left"),
+        (
+            "text",
+            {"columns": {"text": "a"}},
+            [[1, 2]],
+            "data.columns: has no effect on indexed .*leave it out",
+        ),
+        ("text", {"ignore_fields": ["a"]}, [[1, 2]], "data.ignore_fields: has no effect on indexed data"),
+        ("text", {"on_bad_record": "skip"}, [[1, 2]], "data.on_bad_record: has no effect on indexed data"),
     ],
 )
 def test_mistakes_with_indexed_data(

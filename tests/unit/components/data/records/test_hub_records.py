@@ -190,8 +190,11 @@ def test_a_folder_and_a_subset_of_a_data_set(repo: str, monkeypatch: pytest.Monk
     assert texts(HubDataset("data.train", repo, "prose")) == ["prose"]
     asked: dict[str, Any] = {}
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **options: asked.update(options))
-    HubDataset("data.train", repo, revision="v2").records()
+    monkeypatch.setattr("components.data.records.hub_records.read_cache_without_network", lambda _: None)
+    HubDataset("data.train", "team/data", revision="v2").records()
     assert asked["revision"] == "v2"
+    with pytest.raises(ConfigError, match=r"data\.revision: data\.train=hub:.* is local .*; leave it out"):
+        HubDataset("data.train", repo, revision="v2").fingerprint()
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(

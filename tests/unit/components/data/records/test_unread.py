@@ -160,7 +160,7 @@ def test_every_turn_is_trained_on_or_some_are_not() -> None:
 def test_segments_have_no_turns(options: dict[str, Any]) -> None:
     data = FilesData(train="a.jsonl", **options)
     data.check_formats({"segments", "messages"})
-    with pytest.raises(ConfigError, match=f"data.{next(iter(options))}: has no effect on records"):
+    with pytest.raises(ConfigError, match=f"data.{next(iter(options))}: has no effect on segments data"):
         data.check_formats({"segments"})
 
 
