@@ -244,7 +244,8 @@ class TorchClass:
             lr: learning rate of the matrix. None means that of the optimizer.
 
         Raises:
-            ConfigError: if the class cannot be built with its arguments, or cannot update the parameters.
+            ConfigError: if the class cannot be built with its arguments, or cannot update the parameters, or
+                makes them infinite or NaN.
         """
         lr = self.lr if lr is None else lr
         draw = torch.Generator().manual_seed(0)
