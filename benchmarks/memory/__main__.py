@@ -7,6 +7,7 @@ GPU (only layouts of one rank). The exit code is 1 if the error of an estimate e
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     for cell in measured(asked, console):
         cells.append(cell)
         if asked.output:
-            write(Path(asked.output), cells, " ".join(["python -m benchmarks.memory", *arguments]))
+            write(Path(asked.output), cells, shlex.join(["python", "-m", "benchmarks.memory", *arguments]))
     console.print(table(cells))
     missed = [cell for cell in cells if not cell.passes]
     seconds = time.perf_counter() - began
