@@ -225,10 +225,7 @@ def exit_code(task: Callable[[], object]) -> int:
             check_encoding(sys.argv)
             task()
     except KeyboardInterrupt as request:
-        # SIGTERM also comes to one of several tasks, or to a rank of torchrun, after another has failed.
-        place = RankInfo.read()
-        requeued = slurm_env.NOTICES if place.launched else slurm_env.REASONS
-        if str(request) in requeued and slurm_env.queue_again(os.environ):
+        if str(request) in slurm_env.NOTICES and slurm_env.queue_again(os.environ):
             return DONE
         print("interrupted; nothing is left running.", file=sys.stderr)
         return INTERRUPTED

@@ -17,10 +17,7 @@ MAX_REQUEUES = "RUNNER_MAX_REQUEUES"
 NOTICES = ("SIGUSR1", "SIGUSR2")
 """Signals that SLURM sends before a job's time limit (``--signal`` in the job script)."""
 REASONS = (*NOTICES, "SIGTERM")
-"""Signals after which a run that has saved its state, or a single task that has none, is requeued.
-
-SLURM preempts with SIGTERM.
-"""
+"""Signals after which a run that has saved its state is requeued. SLURM preempts with SIGTERM."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable that only ranks of torchrun have."""
 FORWARDED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
