@@ -202,7 +202,8 @@ def main() -> None:
         place = RankInfo.read()
     except ConfigError as error:
         sys.exit(explained(error))
-    if slurm_env.TORCHRUN in os.environ:
+    # Every rank of torchrun leads a session, unless torchrun started a script that started the rank.
+    if slurm_env.TORCHRUN in os.environ and os.getsid(0) == os.getpid():
         die_with_parent()
     program_first()
     survive_closed_streams()
@@ -386,9 +387,10 @@ def no_override(word: str, reason: str) -> str:
     """Return the message for a word of the command line that Hydra cannot parse."""
     if word in COMMANDS:
         return f"{word}: is a command of its own; use python -m runner.{word}."
-    for file in (each for each in sys.argv[1:] if Path(each).suffix in (".yaml", ".yml", ".json")):
-        if "=" not in file:
-            return f"{file}: is not an option; use python -m runner.import_config TOOL {file} for a file."
+    files = [each for each in sys.argv[1:] if Path(each).suffix in (".yaml", ".yml", ".json")]
+    file = next((each for each in files if "=" not in each), None)
+    if file is not None and "=" not in word:
+        return f"{file}: is not an option; use python -m runner.import_config TOOL {file} for a file."
     if word in group_options("stage"):
         return f"{word} (the command line): is not KEY=VALUE; use stage={word}."
     return f"{word} (the command line): is not KEY=VALUE: {reason}; correct it, or quote it."

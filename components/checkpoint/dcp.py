@@ -96,16 +96,24 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return found
 
 
+class InCollectiveError(Exception):
+    """An error, its argument, after which this rank takes part in no further collective of its work."""
+
+
 def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Call ``work`` and all-gather the results, ordered by rank; an error on one rank is raised on all ranks.
 
-    Collective if there is a process group. On the other ranks, an error that is not an OSError, a ConfigError
-    or a TrainingError is a RuntimeError, because pickle may not be able to copy it.
+    Collective if there is a process group, unless ``work`` raises InCollectiveError: the error that this
+    holds is raised at once, only on this rank, because the others wait in another collective. On the other
+    ranks, an error that is not an OSError, a ConfigError or a TrainingError is a RuntimeError, because pickle
+    may not be able to copy it.
     """
     results: list[T] = []
     failure: Exception | None = None
     try:
         results.append(work())
+    except InCollectiveError as error:
+        raise error.args[0] from None
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait
         failure = error
     is_ours = isinstance(failure, OSError | ConfigError | TrainingError | None)

@@ -133,9 +133,18 @@ def content_hash(folder: Path) -> str:
 
 
 def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file, which is the file's name if it is in the cache of the hub."""
+    """Return the SHA-256 of a file, which is the file's name if it is in the cache of the hub.
+
+    A process reads a file only once, unless its size or modification time changes.
+    """
     if re.fullmatch("[0-9a-f]{64}", path.resolve().name):
         return path.resolve().name
+    stat = path.stat()
+    return _sha256(path, stat.st_size, stat.st_mtime_ns)
+
+
+@cache
+def _sha256(path: Path, _size: int, _time: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -165,7 +165,7 @@ def check_restarts(max_restarts: int, joined: bool) -> None:
     if max_restarts and joined:
         raise ConfigError(
             f"run.max_restarts: is {max_restarts}, but a launcher has started these ranks; use its option "
-            "(torchrun --max-restarts) with checkpoint.resume=auto, and run.max_restarts=0."
+            "(torchrun --max-restarts, on one node) with checkpoint.resume=auto, and run.max_restarts=0."
         )
 
 
@@ -464,11 +464,11 @@ def warn_of_constant_reference(sync_every: int, num_steps: int) -> None:
 
 
 def warn_of_late_evaluations(watching: Iterable[str], num_steps: int) -> None:
-    """Warn that the run ends before the first of the evaluations that the options ``watching`` wait for."""
+    """Warn that the options ``watching`` wait for evaluations of which none is due before the end."""
     for key in watching:
         log.warning(
-            "%s: the run ends after %d steps, before the first evaluation; run.eval_every may be a share of "
-            "the run, such as 0.1.",
+            "%s: no evaluation is due before the end of the run, after %d steps; run.eval_every may be a "
+            "share of the run, such as 0.1.",
             key,
             num_steps,
         )

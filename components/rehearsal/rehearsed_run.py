@@ -104,7 +104,9 @@ def rehearse(run: RehearsedRun, mode: RehearsalMode, steps: int) -> dict[str, fl
 
 def rehearsable(layout: ParallelismSpec) -> ParallelismSpec:
     """Return ``layout`` without transformer-engine, whose kernels need real tensors."""
-    return replace(layout, transformer_impl="local") if isinstance(layout, Megatron) else layout
+    if not isinstance(layout, Megatron):
+        return layout
+    return replace(layout, transformer_impl="local", moe_permute_fusion=False)
 
 
 def fake(model: Any, mode: RehearsalMode) -> Any:

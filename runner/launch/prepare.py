@@ -53,7 +53,8 @@ def prepare(launch: RunPreparation) -> Path:
         launch, found = inspect(launch)
     except CompletedError as error:
         with_settings = with_adapter_settings(launch.config, launch.experiment.adapter)
-        error.same_config = is_recorded(with_settings, error.folder)
+        # Runs of earlier versions did not record these settings.
+        error.same_config = any(is_recorded(each, error.folder) for each in (with_settings, launch.config))
         raise
     point, console = launch.where.sweep_job, launch.console
     evaluates = launch.experiment.run.evaluate_only

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from components.contracts.errors import MISTAKE, ConfigError, TrainingError
+from components.contracts.errors import FAILED, MISTAKE, ConfigError, TrainingError
 from components.rank_info import RankInfo
 
 PATIENCE = timedelta(days=2)
@@ -103,9 +103,10 @@ def prepare_nodes(
     ranks would wait in a collective, which could time out. Errors of ``prepare_data`` are raised again.
 
     Raises:
-        ConfigError: if the folder does not exist on this node; on rank 0, also if another rank failed here.
-        SystemExit: on the other ranks, with code MISTAKE, if another rank failed here.
-        TrainingError: if no rank has made progress for the time ``SILENCE``.
+        ConfigError: if the folder does not exist on this node; on rank 0, also if another rank raised one.
+        SystemExit: on the other ranks, with the code of rank 0, if another rank failed here.
+        TrainingError: if no rank has made progress for the time ``SILENCE``; on rank 0, also if another rank
+            failed here with another error.
     """
     place = RankInfo.read(environ)
     key = f"{place.attempt}/ready"
@@ -122,7 +123,10 @@ def prepare_nodes(
     wait_while_beating(store, key, f"{key}/beats")
     answer = json.loads(store.get(key))
     if "error" in answer:
-        raise ConfigError(answer["error"]) if place.rank == 0 else SystemExit(MISTAKE)
+        kind = ConfigError if answer["mistake"] else TrainingError
+        raise (
+            kind(answer["error"]) if place.rank == 0 else SystemExit(MISTAKE if answer["mistake"] else FAILED)
+        )
 
 
 @contextmanager
@@ -132,7 +136,8 @@ def telling(store: dist.Store, key: str, place: RankInfo) -> Iterator[None]:
         yield
     except BaseException as error:
         words = str(error) or type(error).__name__
-        store.set(key, json.dumps({"error": f"node {place.node}: {words}"}))
+        answer = {"error": f"node {place.node}: {words}", "mistake": isinstance(error, ConfigError)}
+        store.set(key, json.dumps(answer))
         raise
 
 

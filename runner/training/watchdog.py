@@ -68,7 +68,7 @@ class Watchdog:
 
     def _arm(self) -> None:
         if self.timeout:
-            faulthandler.dump_traceback_later(self._left() + GRACE_S, file=self.file)
+            faulthandler.dump_traceback_later(max(self._left(), 0.0) + GRACE_S, file=self.file)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

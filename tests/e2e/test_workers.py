@@ -14,6 +14,7 @@ from components.rank_info import RankInfo
 from runner.launch.slurm_env import TORCHRUN
 from tests.e2e.commands import ROOT, SMALL, Command, command, curve, left, newest, run_forked
 from tests.patience import patience
+from tests.slurm.cluster import free_ports
 
 TWO = (*SMALL, "parallelism=fsdp2", "parallelism.dp=2", "run.micro_batch_size=1")
 FAILS = "stage._target_=tests.e2e.losses.Fails"
@@ -115,7 +116,9 @@ def test_killing_the_parent_leaves_nothing(tmp_path: Path) -> None:
 
 def run_as_torchrun(*arguments: str) -> None:
     """Start the command as torchrun starts a rank: with its variables, in a session of its own."""
-    environ = os.environ | RankInfo().variables() | {TORCHRUN: "none"}
+    place = RankInfo(master_port=free_ports(1)[0]).variables()
+    cache = {"RUNNER_CACHE": os.environ["RUNNER_CACHE"] + "-whole"}  # of the whole embedded data
+    environ = os.environ | place | cache | {TORCHRUN: "none"}
     subprocess.Popen(command(*arguments), env=environ, start_new_session=True).wait()
 
 

@@ -23,7 +23,7 @@ ESTIMATED = [
 TRANSFORMER_ENGINE = "the kernels of Transformer Engine need real tensors"
 NOT_REHEARSED: Mapping[str, Mapping[str, str]] = {
     "fsdp2": {},
-    "megatron": {"transformer_impl": TRANSFORMER_ENGINE, "fp8_recipe": TRANSFORMER_ENGINE},
+    "megatron": dict.fromkeys(("transformer_impl", "fp8_recipe", "moe_permute_fusion"), TRANSFORMER_ENGINE),
 }
 """Engine -> keys of its layout that no rehearsal sets, and the reason."""
 

@@ -145,20 +145,22 @@ def without_placeholders(
 ) -> tuple[Mapping[str, object], list[str]]:
     """Return the record without the placeholders (``<image>``) of the media among the ``unread`` fields.
 
-    White space after a placeholder is removed with it. The list has the placeholders that were found.
+    A space or newline after a placeholder is removed with it, unless that would join two words. The list has
+    the placeholders that were found.
     """
     kinds = {name.rpartition(".")[2].removesuffix("s") for name in unread}
     marks = [f"<{kind}>" for kind in ("image", "video", "audio") if kind in kinds]
     if not marks:
         return record, []
-    pattern, found = re.compile(rf"({'|'.join(marks)})\s*"), set[str]()
+    either, found = "|".join(marks), set[str]()
+    pattern = re.compile(rf"(?:(?<=\s)|\A)(?:{either})\s?|{either}")
 
     def stripped(value: object) -> object:
         if isinstance(value, str):
-            found.update(pattern.findall(value))
+            found.update(match.strip() for match in pattern.findall(value))
             return pattern.sub("", value)
         if isinstance(value, dict):
-            return {key: stripped(item) for key, item in value.items()}
+            return {key: item if key == "tool_calls" else stripped(item) for key, item in value.items()}
         return [stripped(item) for item in value] if isinstance(value, list) else value
 
     whole = {name: value if name in _ALWAYS[1:] else stripped(value) for name, value in record.items()}

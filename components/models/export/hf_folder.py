@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from components.checkpoint.dcp import gather_results
+from components.checkpoint.dcp import InCollectiveError, gather_results
 from components.models.config import ModelSpec
 from components.models.export.hf_file_names import file_names
 
@@ -76,7 +76,7 @@ def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) 
 
     Their names are temporary, because the final names contain the number of files of all ranks.
     """
-    shards, remaining = [], iter(tensors)
+    shards, remaining = [], gathered(tensors)
     try:
         path.mkdir(parents=True, exist_ok=True)
         for number, shard in enumerate(sharded(remaining, limit)):
@@ -88,6 +88,14 @@ def write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) 
             pass
         raise
     return shards
+
+
+def gathered(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``tensors``, whose iteration may involve collectives; raise InCollectiveError if it fails."""
+    try:
+        yield from tensors
+    except Exception as error:
+        raise InCollectiveError(error) from error
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:

@@ -547,11 +547,13 @@ class StepMemory:
     def during_root_reduction(self) -> Bytes:
         """Return the bytes when gradients outside of blocks are reduced.
 
-        Of the gradients before the reduction, FSDP2 still refers to that of the last parameter, an untied head.
+        FSDP2 still refers to the unreduced gradient of the last parameter, which is an untied head.
         """
         root, head = self.weights.root, self.weights.head
         tied = root.trained < head + self.weights.embedding
-        last = 0 if tied or self.shards == 1 else head * (FP32 if self.accumulated_grads([root]) else self.size)
+        last = (
+            0 if tied or self.shards == 1 else head * (FP32 if self.accumulated_grads([root]) else self.size)
+        )
         return {
             "gradients": self.sharded_grads(0) + root.trained * FP32 // self.shards + last,
             "buffers": self.reduced(root.trained) * (2 if self.divides() else 1),

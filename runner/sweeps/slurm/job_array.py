@@ -130,8 +130,8 @@ def is_ctrl_c(request: KeyboardInterrupt) -> bool:
 def wants_cancel(count: int) -> bool:
     """Ask at the terminal whether to cancel ``count`` jobs; return the answer.
 
-    It is True without a terminal, and after a second Ctrl-C or the end of the input. It is False after any
-    other signal.
+    It is True without a terminal, and after a second Ctrl-C. It is False after any other signal, and at the
+    end of the input, which comes before the signal of a lost connection.
     """
     if not sys.stdin.isatty():
         return True
@@ -140,7 +140,7 @@ def wants_cancel(count: int) -> bool:
     except KeyboardInterrupt as request:
         return is_ctrl_c(request)
     except EOFError:
-        return True
+        return False
     return answer.strip().lower() in {"y", "yes"}
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from components.adapters import LoRA, export_adapter
+from components.checkpoint import dcp
 from components.contracts.errors import ConfigError
 from components.data.tokenizer import PATH
 from components.engines.shared.process_group import init_process_group
@@ -601,6 +602,20 @@ def test_an_export_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     here, other = Ranks(2).run(failed_exports, tmp_path, seconds=20)
     assert here == [*alike, "ValueError: odd"]
     assert other == [*alike, "RuntimeError: ValueError: odd"]
+
+
+def test_an_error_while_tensors_are_gathered_is_raised_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait in that collective, and would not answer in another one."""
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        yield "model.norm.weight", torch.ones(32)
+        raise MemoryError("gathering")
+
+    monkeypatch.setattr(dcp, "all_gather_objects", pytest.fail)
+    with pytest.raises(MemoryError, match="gathering"):
+        export_folder(ModelSpec(architecture=FAMILIES["qwen3"]), tensors(), tmp_path, torch.float32)
 
 
 def test_a_generation_config_comes_along(tmp_path: Path) -> None:

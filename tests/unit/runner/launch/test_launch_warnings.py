@@ -66,4 +66,4 @@ def test_a_metric_that_is_not_evaluated_within_the_run_is_named(
 ) -> None:
     watching = ("run.max_steps=4", "checkpoint.keep_best=eval/loss")
     text = said((*watching, f"run.{cadence}"), tmp_path, capsys)
-    assert ("checkpoint.keep_best: the run ends after 4 steps, before the first evaluation" in text) == warned
+    assert ("checkpoint.keep_best: no evaluation is due before the end of the run, after 4" in text) == warned

@@ -94,7 +94,7 @@ def test_no_rank_waits_longer_than_another_one_prepares_data(
     beats, numbers = "0_of_2/ready/beats", itertools.count()
 
     def wait(keys: list[str], limit: timedelta) -> None:
-        store.wait([beats], timedelta(seconds=5))
+        store.wait([beats], timedelta(seconds=patience(5)))
         number, before = next(numbers), store.add(beats, 0)
         if number == 2:
             expired.set()

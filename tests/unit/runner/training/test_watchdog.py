@@ -55,7 +55,7 @@ from runner.training import watchdog
 
 watchdog.GRACE_S, watchdog.SLICE_S = 0.1, 0.1
 said = []
-with watchdog.Watchdog(Path(sys.argv[1]), 0, 1, said.append, on_request=False) as found:
+with watchdog.Watchdog(Path(sys.argv[1]), 0, float(sys.argv[2]), said.append, on_request=False) as found:
     print("ready", flush=True)
     sys.stdin.readline()
     found.thread.join(0.3)
@@ -65,12 +65,13 @@ print(said)
 
 def test_a_suspended_process_continues(tmp_path: Path) -> None:
     """Neither the watchdog's thread nor faulthandler ends it when it continues."""
-    command = [sys.executable, "-c", SUSPENDED, str(tmp_path)]
+    limit = patience(1)
+    command = [sys.executable, "-c", SUSPENDED, str(tmp_path), str(limit)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(limit + 0.5)
         process.send_signal(signal.SIGCONT)
         said, _ = process.communicate("go on\n")
     assert said == "[]\n"

@@ -117,6 +117,10 @@ def test_placeholders_of_ignored_media_are_not_trained_on() -> None:
     assert sample.messages == [U, {"role": "assistant", "content": "A <video>"}], "it has no video"
     assert sample.tools == [{"type": "function", "function": {"name": "<image>"}}]
     assert unread == ["images", "<image>"]
+    joined = [{"from": "human", "value": "One<image> two\n<image>\n    three"}, {"from": "gpt", "value": "A"}]
+    sample, _ = normalize({"conversations": joined, "images": ["a.jpg"]}, ignoring, "a:1")
+    assert isinstance(sample, ChatSample)
+    assert sample.messages[0]["content"] == "One two\n    three"
     page = {"conversations": turns}
     assert normalize(page, ignoring, "a:1") == normalize(page, RecordOptions(format="sharegpt"), "a:1")
     pair = {"prompt": "<audio>U", "chosen": "A", "rejected": "B", "audios": ["a.wav"]}
