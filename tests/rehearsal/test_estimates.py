@@ -117,6 +117,7 @@ LARGE = {
     "0.6b fp32": [*SINGLE_FP32, "parallelism=single"],
     "0.6b fp32 megatron": [*SINGLE_FP32, "parallelism=megatron"],
     "1b dora": [*OF_1B, "parallelism=single", "adapter=dora"],
+    "8b in two shards": [*OF_8B, "parallelism=hsdp", "parallelism.dp_shard=2", "parallelism.dp=4"],
     "8b averaged": [*OF_8B, "model=qwen3_8b", "parallelism=fsdp2", "parallelism.dp=8", "hook=ema"],
     "8b muon": [*OF_8B, "parallelism=fsdp2", "parallelism.dp=8", "optimizer=muon"],
     "8b fp8": [*OF_8B, "parallelism=fsdp2", "parallelism.dp=8", "run.dtype=fp8"],
