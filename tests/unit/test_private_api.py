@@ -46,9 +46,10 @@ KEPT = {
     "components/rehearsal/host_waits.py": {"_schema"},
     "components/rehearsal/kernel_rules.py": {"_schema"},
     "components/rehearsal/live_memory.py": {"_cdata"},
+    "components/rehearsal/memory_components.py": {"_schema"},
     "components/rehearsal/mode.py": {"_C", "_current_graph_task_id", "_resolve_process_group", "_schema"},
     "components/rehearsal/pinned_memory.py": {"_schema"},
-    "components/rehearsal/traffic.py": {"_schema", "_type"},
+    "components/rehearsal/traffic.py": {"_getframe", "_schema", "_type"},
 }
 """Private attributes of other objects that are read outside of the two files for them."""
 
