@@ -37,10 +37,9 @@ from runner.config.unknown_keys import check_long_options, hint_for_value, trans
 from runner.distribution import distribution
 from runner.launch import slurm_env
 from runner.launch.default_env import set_default_env
-from runner.launch.rank_main import die_with_parent
 from runner.records.job_record import SWEEP_FOLDER, SweepJob
 from runner.search_path import program_first
-from runner.signals import handling, interrupt
+from runner.signals import die_with_parent, handling, interrupt
 from runner.standard_streams import print_error, survive_closed_streams
 from runner.sweeps.sweep import finish_sweep, run_point
 

@@ -1,10 +1,12 @@
-"""The signals that request a run to stop, and their handlers.
+"""The signals that request a run to stop, their handlers, and the signal that follows the end of a parent.
 
 The import of this module does not import torch, which would delay the start of the command line.
 """
 
+import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -13,6 +15,20 @@ from typing import NoReturn
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FORCE_QUIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that end a run at once if one of them has already been received."""
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's ``prctl``."""
+
+
+def die_with_parent() -> None:
+    """Make the kernel (Linux) send SIGKILL to this process when its parent ends for any reason.
+
+    Raises:
+        SystemExit: if the parent has ended already. It is known unless the parent is torchrun.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ.get("RUNNER_PARENT", os.getppid())):
+        sys.exit("the parent ended before this rank began")
 
 
 @contextmanager

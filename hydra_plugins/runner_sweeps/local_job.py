@@ -9,14 +9,13 @@ from hydra.core.utils import setup_globals
 from omegaconf import open_dict
 
 from runner.search_path import program_first, python_module
+from runner.signals import die_with_parent
 from runner.standard_streams import survive_closed_streams
 
 COMMAND = tuple(python_module("hydra_plugins.runner_sweeps.local_job"))
 
 
 def main() -> None:
-    from runner.launch.rank_main import die_with_parent
-
     die_with_parent()
     program_first()
     survive_closed_streams()

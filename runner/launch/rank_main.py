@@ -1,6 +1,5 @@
 """One rank of a run, or of a proof: ``python -m runner.launch.rank_main FOLDER SEARCH_PATH ...``."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -11,22 +10,8 @@ from typing import NoReturn
 from components.contracts.errors import DONE, FAILED, TrainingError
 from runner.records.failures import report_failure
 from runner.search_path import follow_parent
-from runner.signals import REQUESTS
+from runner.signals import REQUESTS, die_with_parent
 from runner.standard_streams import print_error, survive_closed_streams
-
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Make the kernel (Linux) send SIGKILL to this process when its parent ends for any reason.
-
-    Raises:
-        SystemExit: if the parent has ended already. It is known unless the parent is torchrun.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get("RUNNER_PARENT", os.getppid())):
-        sys.exit("the parent ended before this rank began")
 
 
 def expect_signals() -> None:
