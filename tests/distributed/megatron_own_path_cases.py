@@ -82,10 +82,26 @@ def gathers_of_three_steps(on: FSDP2 | Megatron) -> tuple[list[tuple[float, floa
     return [(result.loss, result.grad_norm) for result in results], begun
 
 
+def lengths_on_stages(on: Megatron) -> tuple[list[int], list[int]]:
+    """Return the length of the hidden states of each micro-batch, and of the micro-batch itself."""
+    engine, lengths = build(on), list[int]()
+    batches = share(engine, "padded", MICRO_BATCH)
+    layer = engine.chunks[0].module.decoder.layers[0]
+    layer.register_forward_pre_hook(
+        lambda _module, _args, given: lengths.append(len(given["hidden_states"])), with_kwargs=True
+    )
+    engine.begin_train_step()
+    engine.train_microbatches(batches, next_token(), last=True)
+    engine.finish_train_step(lr=0.0)
+    engine.close()
+    return lengths, [batch.labels.shape[1] for batch in batches]
+
+
 def own_step(on: Megatron) -> dict[str, Tensor]:
     """Return the gradients of the second of two steps by Megatron's schedule with its own reductions.
 
     In the first step, Megatron counts how often each gradient is computed. It overlaps reductions only after.
+    Stages tell each other the shape of every tensor first, as Megatron-LM does for rows of different lengths.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -93,6 +109,7 @@ def own_step(on: Megatron) -> dict[str, Tensor]:
 
     engine = build(on)
     set_hooks(engine.chunks, engine.config, on)
+    engine.config.variable_seq_lengths = on.pp > 1 == on.vpp
     items = make_inputs(share(engine, "packed", MICRO_BATCH), on, engine.device, Pass())
     for _ in range(2):
         engine.zero_grad()

@@ -48,6 +48,12 @@ def test_gradients_are_reduced_during_the_backward_pass(pools: dict[int, Ranks],
     assert all(pools[layout.world_size({}, 0)].run(cases.reduces_in_backward, layout))
 
 
+def test_stages_send_no_padding(pools: dict[int, Ranks]) -> None:
+    for computed, lengths in pools[2].run(cases.lengths_on_stages, megatron(pp=2, dp=1)):
+        assert computed == lengths
+        assert len(set(lengths)) > 1
+
+
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "vpp": 2, "dp": 2}], ids=str)
 def test_weights_are_gathered_before_a_layer_needs_them(pools: dict[int, Ranks], sizes: Any) -> None:
     layout = megatron(**sizes, **SHARDED)

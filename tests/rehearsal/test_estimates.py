@@ -441,6 +441,10 @@ OTHER_TRAFFIC = {
         [*OF_1B, FOUR, "parallelism=pp2vpp2", "data.max_length=2048", "run.global_batch_size=16"],
     ),
     "padded rows": (["tp"], ["model=qwen3_0_6b", TWO, "parallelism=tp2", "stage=dpo", PADDED]),
+    "padded rows of stages": (
+        ["pp"],
+        ["model=qwen3_0_6b", FOUR, "parallelism=pp2", "stage=dpo", PADDED, "data.max_length=512"],
+    ),
     "the last stage of a pipeline": (
         ["pp"],
         [

@@ -5,7 +5,7 @@ The stages of a micro-batch::
     Batch [B, T]                 the same on every pp, tp and cp rank of a data-parallel rank
       -> CPShard [B, T / cp]     this rank's early and late chunks of each sequence or
                                  padded row (cp_sharding.shard_batch), equally long in all
-                                 micro-batches if pp > 1
+                                 micro-batches if vpp > 1
       -> ForwardRequest          with the statistics the loss needs and the inputs of routers
                                  and MTP layers
       -> PipelineInput           with its index; if vpp > 1, fillers make the number of inputs a
@@ -52,6 +52,8 @@ from components.engines.shared.neftune import NO_NOISE, NEFTune
 from components.engines.shared.oom import naming_microbatch
 from components.models.mtp import MTPConfig
 
+StageShape = tuple[int, int, int]
+"""``(T / cp, B, H)`` of the hidden states between two stages, with T / cp / tp for sequence_parallel."""
 Consume = Callable[[int, TokenStatsWithMTP], Tensor]
 """Function that is called on the last stage with the number of a micro-batch and its statistics (``[B, T]``,
 whole rows on every context-parallel rank) and returns the scalar to differentiate."""
@@ -142,7 +144,41 @@ def run_schedule(
             seq_length=items[0].request.shard.input_ids.shape[1] * layout.cp,
             micro_batch_size=items[0].request.shard.input_ids.shape[0],
             forward_only=wanted.forward_only,
+            adjust_tensor_shapes_fn=shapes_in_turn(items, layout) if layout.pp > 1 == layout.vpp else None,
         )
+
+
+class ShapesInTurn(list[StageShape]):
+    """Shapes of what a stage receives: each iteration gives one, that of the next micro-batch.
+
+    Megatron's 1F1B schedule iterates once for every tensor that a stage receives, with the shapes of all
+    tensors of a micro-batch. It asks whether the list is a single shape, which it is not while it is empty.
+    """
+
+    def __init__(self, shapes: Sequence[StageShape]) -> None:
+        super().__init__()
+        self._rest = iter(shapes)
+
+    def __iter__(self) -> Iterator[StageShape]:
+        return iter([next(self._rest)])
+
+
+def shapes_in_turn(
+    items: Sequence[PipelineInput], layout: Layout
+) -> Callable[[list[StageShape], list[StageShape]], tuple[ShapesInTurn, ShapesInTurn]]:
+    """Return how Megatron's schedule adjusts the shapes of its hidden states and of their gradients.
+
+    Rows of a micro-batch then have no padding up to the longest micro-batch of the pass.
+    """
+    split = layout.tp if layout.sequence_parallel else 1
+
+    def adjust(received: list[StageShape], _sent: list[StageShape]) -> tuple[ShapesInTurn, ShapesInTurn]:
+        hidden = received[0][-1]
+        sizes = (item.request.shard.input_ids.shape for item in items)
+        shapes = [(length // split, rows, hidden) for rows, length in sizes]
+        return ShapesInTurn(shapes), ShapesInTurn(shapes)
+
+    return adjust
 
 
 def begin_first_gather(chunk: nn.Module) -> None:
@@ -162,8 +198,9 @@ def make_inputs(
     routed: bool = False,
     multiple: int = 1,
 ) -> list[PipelineInput]:
-    """Build the pipeline inputs on ``device``, with rows of equal length if pp > 1.
+    """Build the pipeline inputs on ``device``, with rows of equal length if vpp > 1.
 
+    Megatron's interleaved schedule exchanges hidden states of one shape only.
     ``multiple`` divides the length of the part of a row that a rank has between two layers.
 
     Collective over data-parallel ranks with moe_token_dispatcher=allgather or moe_pad_to_capacity, because
@@ -175,7 +212,7 @@ def make_inputs(
         agreed = torch.tensor(lengths)  # in host memory, so that the host does not wait for a GPU
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
         lengths = agreed.tolist()
-    common = max(lengths) if layout.pp > 1 else None
+    common = max(lengths) if layout.vpp > 1 else None
     rank = parallel_state.get_context_parallel_rank()
     loss, mtp = wanted.loss, wanted.mtp
 

@@ -95,7 +95,7 @@ REFUSED = {
     "perform_initialization": "it must stay true: otherwise the gradient norm lacks most split weights",
     "tp_comm_": "this engine does not create the buffers that transformer-engine needs for it",
     "use_te_rng_tracker": "only Megatron's training script reads it",
-    "variable_seq_lengths": "pipeline stages exchange rows of one length here",
+    "variable_seq_lengths": "pipeline stages know the lengths of all rows from the plan",
 }
 """Beginning of the names of fields without an effect on this engine, or with which it fails -> the reason."""
 READ_IN_FLOAT8 = ("fp8_", "first_last_layers_bf16", "num_layers_at_", "tp_only_amax_red")

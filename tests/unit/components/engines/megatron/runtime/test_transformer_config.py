@@ -145,7 +145,7 @@ def test_the_rotary_embedding_is_fused_with_transformer_engine(
         ({"overlap_moe_expert_parallel_comm": True}, "no schedule plan"),
         ({"tp_comm_overlap": True}, "does not create the buffers"),
         ({"use_te_rng_tracker": True}, "only Megatron's training script"),
-        ({"variable_seq_lengths": True}, "rows of one length"),
+        ({"variable_seq_lengths": True}, "know the lengths"),
         ({"perform_initialization": False}, "the gradient norm lacks"),
         ({"mtp_loss_scaling_factor": 0.3}, r"; use model\.mtp\.loss_coef\.$"),
         ({"cross_entropy_loss_fusion": True}, "the probabilities of labels itself"),
