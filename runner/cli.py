@@ -35,6 +35,7 @@ from runner.config.command_line import long_flags
 from runner.config.sources import COMMAND_LINE, ConfigSources, did_you_mean, name_of
 from runner.config.unknown_keys import check_long_options, hint_for_value, translations, unknown_key
 from runner.distribution import distribution
+from runner.garbage_collection import collect_rarely
 from runner.launch import slurm_env
 from runner.launch.default_env import set_default_env
 from runner.records.job_record import SWEEP_FOLDER, SweepJob
@@ -196,6 +197,7 @@ def main() -> None:
     # Hydra would print a stack and exit with 1 for every mistake; this program needs the exception itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     set_default_env()
+    collect_rarely()
     try:
         os.environ |= slurm_env.ranks(os.environ)
         place = RankInfo.read()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from runner.garbage_collection import collect_rarely
 from tests import budget, forkserver
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ FROZEN = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     forkserver.leave_files_unsynced()
+    collect_rarely()  # a test makes few reference cycles, and modules hold many objects
     logging.disable(logging.DEBUG)  # of libraries: torch logs four lines for every tensor of a checkpoint
     if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers use the folder of the controller
         folder = config.stash[SESSION] = Path(tempfile.mkdtemp(prefix="runner-tests-"))

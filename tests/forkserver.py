@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from components.rehearsal import device_guard
+from runner.garbage_collection import collect_rarely
 from tests import budget
 
 ADDRESS = "RUNNER_TEST_FORKSERVER"
@@ -230,6 +231,7 @@ def preload(kind: str) -> None:
         peak_flops(torch.device("cpu"), torch.float32)  # a run of the children would measure it twice
     gc.collect()
     gc.freeze()  # collections in the children would copy these pages
+    collect_rarely()
 
 
 def keep(connection: socket.socket) -> NoReturn:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from components.contracts.errors import DONE, FAILED, TrainingError
+from runner.garbage_collection import collect_rarely
 from runner.records.failures import report_failure
 from runner.search_path import follow_parent
 from runner.signals import REQUESTS, die_with_parent
@@ -30,6 +31,7 @@ def main() -> None:
     After a failure, a normal exit would wait for collectives that failed ranks never join. After success,
     threads of the process group can abort the interpreter's shutdown.
     """
+    collect_rarely()
     die_with_parent()
     expect_signals()
     survive_closed_streams()

@@ -38,6 +38,7 @@ from components.reference.precompute import precompute
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.run_config import CheckpointConfig, seconds, watched_metric
 from runner.config.sources import ConfigSources
+from runner.garbage_collection import collect_as_usual
 from runner.logging_setup import log_to
 from runner.records.failures import naming_file, reporting_failures
 from runner.records.run_dir import read_run_config, write_config
@@ -154,6 +155,7 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
                 training = build_loop(experiment, engine, folder, record, report, requested, watchdog)
                 handlers.callback(training.batches.close)
                 handlers.enter_context(handling(requested))
+                collect_as_usual()
                 with recording_results(folder, report), training.checkpoints:
                     try:
                         record = with_trial_step(training, record)

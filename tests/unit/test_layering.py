@@ -23,7 +23,7 @@ LAYERS = (
     "components.contracts",
     "components.accelerator components.atomic_write components.checksum components.home components.json_text "
     "components.rank_info components.rounding components.run_exports components.yaml_text "
-    "runner.distribution runner.search_path runner.standard_streams",
+    "runner.distribution runner.garbage_collection runner.search_path runner.standard_streams",
     "components.data components.models components.losses components.optimizers components.schedulers "
     "components.loggers components.checkpoint components.report",
     "components.adapters components.reference components.targets",
