@@ -24,7 +24,7 @@ CHAINS = [
     ("pissa", "pp2vpp2", "fsdp2 tp2", "tp2pp2"),
     ("qlora", "fsdp2 cp2", "hsdp"),
     ("dpo", "tp2", "fsdp2", "pp2"),
-    ("rm", "pp2", "fsdp2 tp2", "tp2pp2"),
+    ("rm", "tp2pp2", "fsdp2 tp2", "pp2"),
     ("lora rm", "dp2 sharded", "hsdp"),
     ("tr-dpo wpo", "dp2 sharded", "fsdp2 tp2", "tp2pp2"),
     ("neftune", "tp2cp2", "fsdp2 cp2"),
