@@ -11,7 +11,7 @@ from components.adapters import LoRA
 from components.adapters.pissa import principal_factors
 from components.contracts.errors import ConfigError
 from components.models.initialize import seeded
-from components.preflight.estimates import fsdp2_memory, megatron_memory
+from components.preflight.estimates import fsdp2_parameters, megatron_memory
 from tests.distributed.cases import fsdp2, megatron, spec
 
 
@@ -82,7 +82,7 @@ def test_the_estimates_count_the_initial_factors_in_fp32(size: int) -> None:
     adapters = [LoRA(r=3, init_lora_weights=kind) for kind in ("kaiming", "pissa")]
     plain, with_initial = (
         (
-            fsdp2_memory.count_parameters(model, fsdp2(), 1, adapter).frozen_bytes(size),
+            fsdp2_parameters.count_parameters(model, fsdp2(), 1, adapter).frozen_bytes(size),
             megatron_memory.count_parameters(model, megatron(dp=1), "EttL", [0, 1], adapter).num_bytes(size),
         )
         for adapter in adapters
