@@ -5,7 +5,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from runner.cli import config_dir, resolved
+from runner.cli import resolved
+from runner.conf_folder import config_dir
 from runner.config.sources import ConfigSources
 
 

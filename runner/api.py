@@ -10,7 +10,8 @@ from pathlib import Path
 from components.contracts.errors import ConfigError
 from components.contracts.status import RunStatus
 from components.rank_info import RankInfo
-from runner.cli import application, as_mistake, as_override, execute, in_sweep
+from runner.cli import application, as_override, execute, in_sweep
+from runner.command_mistakes import as_mistake
 from runner.config.command_line import hydra_value, is_sweep
 from runner.config.unknown_keys import check_long_options
 from runner.launch.default_env import set_default_env

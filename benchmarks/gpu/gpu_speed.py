@@ -26,8 +26,8 @@ from components.contracts.data import BatchShard, DataLoader
 from components.preflight.estimates.flops import matmul_sizes, peak_flops, step_flops
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
+from runner.training.assembly import build_engine
 from runner.training.prefetch import Prefetched
-from runner.training.rank import build_engine
 
 WARM_UP = 4
 """Number of first steps, not counted, in which kernels are chosen, blocks compiled and moments created."""

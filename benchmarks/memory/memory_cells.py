@@ -11,7 +11,7 @@ from components.preflight.engine_layouts import EngineLayout, memory
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
-from runner.training.rank import DTYPES
+from runner.training.assembly import DTYPES
 from tests.ranks import Ranks
 
 BOUND = 0.15

@@ -18,7 +18,7 @@ from components.preflight.estimates.quantities import MicrobatchShape
 from components.rank_info import RankInfo
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
-from runner.training.rank import build_engine, unlogged_run
+from runner.training.assembly import build_engine, unlogged_run
 
 STEP = "the measured step"
 SHORT = 64

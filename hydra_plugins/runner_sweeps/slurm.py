@@ -95,7 +95,8 @@ def accepted(config: DictConfig, allocation: "SbatchOptions") -> "SlurmJob | Non
 
     None means that the job is refused; its job record then has the error, except in a dry run.
     """
-    from runner.cli import explained, provenance, resolved
+    from runner.cli import provenance, resolved
+    from runner.command_mistakes import explained
     from runner.sweeps.slurm.job import SlurmJob
 
     with current(config):

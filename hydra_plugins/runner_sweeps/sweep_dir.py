@@ -25,7 +25,7 @@ class SweepFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         from components.rank_info import RankInfo
-        from runner.cli import explained
+        from runner.command_mistakes import explained
 
         try:
             if RankInfo.read().launched:

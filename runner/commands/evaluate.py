@@ -18,7 +18,7 @@ from pathlib import Path
 
 from components.contracts.errors import MISTAKE, ConfigError
 from components.home import expand_home
-from runner import cli
+from runner import cli, conf_folder
 from runner.commands.arguments import UNREAD_TRUST, first_line, is_path, trusted_modules
 from runner.config.command_line import hydra_value, long_flags
 from runner.config.sources import is_trusted, name_of
@@ -104,8 +104,8 @@ def without_replaced(known: Sequence[str], given: Sequence[str]) -> list[str]:
     """Return ``known`` without the keys of options of ``data`` and ``logger`` that ``given`` replaces."""
     chosen = {name_of(word): word.partition("=")[2] for word in given}
     option, loggers = chosen.get("data"), chosen.get("logger")
-    is_ours = Path(cli.config_dir(), "data", f"{option}.yaml").is_file()
-    keys = cli.keys_of("data", str(option)) - {*_SOURCES} if is_ours else set()
+    is_ours = Path(conf_folder.config_dir(), "data", f"{option}.yaml").is_file()
+    keys = conf_folder.keys_of("data", str(option)) - {*_SOURCES} if is_ours else set()
 
     def is_kept(word: str) -> bool:
         group, *rest = name_of(word).split(".")

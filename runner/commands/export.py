@@ -64,7 +64,7 @@ def export(arguments: Sequence[str]) -> None:
         print(export_checkpoint(given))
         return
     from components.adapters.merge import merge_adapter
-    from runner.training.rank import DTYPES
+    from runner.training.assembly import DTYPES
 
     dtype = DTYPES[given.get("dtype", "fp32")]
     base, trusts = given.get("base"), given.get("trust_remote_code") == "true"
@@ -83,7 +83,7 @@ def export_checkpoint(given: Mapping[str, str]) -> Path:
     from components.adapters.merge import new_folder
     from components.checkpoint.dcp import saved_keys
     from runner.commands.trained_model import read_checkpoint
-    from runner.training.rank import DTYPES
+    from runner.training.assembly import DTYPES
 
     merge, target = given.get("merge") == "true", new_folder(given["output"])
     trained, stored = read_checkpoint(given)

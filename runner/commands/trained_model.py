@@ -26,7 +26,7 @@ from runner.commands.arguments import UNREAD_TRUST, trusted_modules
 from runner.config.instantiate import build_component
 from runner.config.sources import ConfigSources
 from runner.records.run_dir import read_run_config
-from runner.training.rank import DTYPES
+from runner.training.assembly import DTYPES
 
 
 def read_checkpoint(given: Mapping[str, str]) -> tuple[CheckpointModel, torch.dtype]:

@@ -45,7 +45,7 @@ from runner.logging_setup import log_to
 from runner.records.job_record import SweepJob
 from runner.records.run_dir import create_run_folder, read_run_config, write_config
 from runner.records.run_record import RunRecord, has_completed
-from runner.training.rank import DTYPES, engine_options
+from runner.training.assembly import DTYPES, engine_options
 from runner.training.state import TrainState
 
 ASSUMED_GPU = "H100"

@@ -21,7 +21,7 @@ from runner.config.sources import ConfigSources
 from runner.launch.checks import RunPreparation
 from runner.records.run_record import RunRecord, Stopped
 from runner.records.run_summary import Results
-from runner.training.rank import DTYPES
+from runner.training.assembly import DTYPES
 
 
 def print_summary(experiment: Experiment, folder: Path, record: RunRecord, saved: Path | None) -> None:

@@ -13,7 +13,7 @@ from components.rank_info import RankInfo
 from runner.config.instantiate import Experiment, build_experiment
 from runner.config.sources import ConfigSources
 from runner.records.run_dir import read_run_config
-from runner.training.rank import build_engine, reference_hook, unlogged_run
+from runner.training.assembly import build_engine, reference_hook, unlogged_run
 from runner.training.watchdog import Watchdog, end_process
 
 

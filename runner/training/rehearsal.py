@@ -12,8 +12,8 @@ from components.rehearsal.rehearsed_run import RehearsedRun, install, rehearse
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources
 from runner.records.run_dir import read_run_config
+from runner.training.assembly import training_options, unlogged_run
 from runner.training.determinism import deterministic
-from runner.training.rank import training_options, unlogged_run
 
 
 def rehearse_rank(folder: Path, request: Json) -> Json:

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from components.adapters.lora_config import LoRA
 from components.contracts.errors import ConfigError
 from components.preflight.search.layout_search import DEFAULTS
-from runner.cli import config_dir
+from runner.conf_folder import config_dir
 from runner.config.command_line import single_job_overrides
 from runner.config.instantiate import NAMED, build_component, build_named
 from runner.config.sources import ConfigSources

@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from transformers import TrainingArguments
 
 from components.contracts.errors import MISTAKE
-from runner.cli import config_dir
 from runner.commands.import_config import main
 from runner.commands.importing.translation import Translation
+from runner.conf_folder import config_dir
 from runner.config.command_line import hydra_value
 from runner.config.instantiate import build_experiment
 from runner.config.sources import ConfigSources

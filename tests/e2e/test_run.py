@@ -45,7 +45,7 @@ TRAIN_KEYS = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with mock.patch("runner.training.rank.peak_flops", return_value=PEAK_FLOPS):
+    with mock.patch("runner.training.assembly.peak_flops", return_value=PEAK_FLOPS):
         return run_here(
             tmp_path_factory.mktemp("run"), *EXPORTING, "run.eval_every=2", "checkpoint.save_every=2"
         )

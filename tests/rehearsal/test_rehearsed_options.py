@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from runner.cli import config_dir
+from runner.conf_folder import config_dir
 from tests.rehearsal.test_estimates import LARGE, OTHER_TRAFFIC, RECOMPUTED_MLPS, TENSOR_PARALLEL
 from tests.rehearsal.test_layouts import FSDP2, MEGATRON
 

@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[2]
 RUNNER = sorted((ROOT / "runner").rglob("*.py"))
 COMPONENTS = sorted((ROOT / "components").rglob("*.py"))
 PLUGINS = sorted((ROOT / "hydra_plugins").rglob("*.py"))
-HYDRA = {"runner/cli.py", "runner/config/instantiate.py"}
+HYDRA = {
+    "runner/cli.py",
+    "runner/command_mistakes.py",
+    "runner/conf_folder.py",
+    "runner/config/instantiate.py",
+}
 USERS_WORDS = ("runner/records/renamed_keys.py", "runner/commands/import")
 """Beginnings of the paths of files that list options of other tools or former keys, as users write them."""
 CONCRETE = {"engines", "losses", "data", "models", "optimizers", "schedulers", "adapters"}
@@ -37,7 +42,7 @@ LAYERS = (
     "runner.config",
     "runner.training",
     "runner.launch",
-    "runner.sweeps runner.cli",
+    "runner.sweeps runner.cli runner.command_mistakes runner.conf_folder",
     "runner.api runner.commands runner.chat runner.evaluate runner.export runner.generate "
     "runner.import_config runner.report "
     "runner.__main__ hydra_plugins",

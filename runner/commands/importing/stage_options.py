@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from components.contracts.errors import ConfigError
-from runner.cli import config_dir
 from runner.commands.importing.options import translate_option
 from runner.commands.importing.translation import Translation, as_list, as_number
+from runner.conf_folder import config_dir
 
 ADAPTERS = ("none", "lora", "qlora", "dora")
 """Options of the group ``adapter``, in ascending order of precedence if several are chosen."""

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
-from runner.cli import keys_of
 from runner.commands.importing.data_of_axolotl import axolotl_datasets
 from runner.commands.importing.data_of_llamafactory import choose_template, dataset_info
 from runner.commands.importing.data_of_trl import hub_dataset
@@ -26,6 +25,7 @@ from runner.commands.importing.stage_options import (
     choose_stage,
 )
 from runner.commands.importing.translation import Translation, as_list
+from runner.conf_folder import keys_of
 from runner.config.unknown_keys import dictionary, documents
 
 TOOLS: Mapping[str, Callable[[Translation], None]] = {

@@ -10,7 +10,8 @@ from components.contracts.device import DeviceKind
 from components.contracts.errors import DONE, FAILED, MISTAKE, ConfigError
 from components.contracts.json_types import Config
 from components.rank_info import RankInfo
-from runner.cli import exit_code, explained
+from runner.cli import exit_code
+from runner.command_mistakes import explained
 from runner.config.sources import ConfigSources
 from runner.launch import slurm_env
 from runner.launch.default_env import set_default_env
@@ -51,7 +52,7 @@ class SlurmJob:
         """
         from components.preflight import checks
         from runner.launch.checks import check_parts, checked_experiment
-        from runner.training.rank import engine_options
+        from runner.training.assembly import engine_options
 
         experiment, _ = checked_experiment(self.config, self.where)
         run, layout = experiment.run, experiment.parallelism

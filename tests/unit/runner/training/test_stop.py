@@ -19,7 +19,7 @@ from runner.config.sources import ConfigSources
 from runner.launch.final_report import resume_command
 from runner.records.job_record import SweepJob
 from runner.signals import REQUESTS, SignalHandler, handling, interrupt
-from runner.training.rank import estimated_save_s
+from runner.training.assembly import estimated_save_s
 from runner.training.stop import StopPolicy
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
