@@ -25,7 +25,7 @@ from runner.commands.arguments import Keys, parse_pairs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from components.data.tokenize.assistant_mask import Template
+    from components.data.tokenize.rendered_chat import Template
 
 KEYS: Keys = {"checkpoint": None, **sampling.KEYS}
 
@@ -43,7 +43,7 @@ def chat(arguments: Sequence[str]) -> None:
     import torch
 
     from components.data.records.messages import with_default_system
-    from components.data.tokenize.assistant_mask import open_template
+    from components.data.tokenize.rendered_chat import open_template
     from runner.commands.trained_model import open_model, record_options
 
     templating = record_options(given)

@@ -10,7 +10,7 @@ from weakref import WeakSet
 import pytest
 
 from components.engines.fsdp2 import parallelize
-from components.engines.fsdp2.parallelize import LogProbModel
+from components.engines.fsdp2.log_prob_model import LogProbModel
 from runner.records.run_record import RunRecord
 from tests.e2e.commands import SMALL, curve, run_here
 

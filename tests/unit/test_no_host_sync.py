@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from components.contracts.batch import Batch
 from components.contracts.loss import Loss, TokenStats
 from components.engines.fsdp2.context_parallel import ContextParallel
-from components.engines.fsdp2.parallelize import LogProbModel
+from components.engines.fsdp2.log_prob_model import LogProbModel
 from components.engines.shared import process_group, varlen_attention
 from components.engines.shared import token_log_probs as logps
 from components.engines.shared.loss_accumulator import LossAccumulator

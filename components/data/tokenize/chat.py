@@ -26,14 +26,8 @@ from components.data.records.samples import (
     UnpairedSample,
     is_empty,
 )
-from components.data.tokenize.assistant_mask import (
-    Conversation,
-    Span,
-    Template,
-    assistant_spans,
-    template_for,
-    token_span,
-)
+from components.data.tokenize.assistant_mask import assistant_spans, token_span
+from components.data.tokenize.rendered_chat import Conversation, Span, Template, template_for
 
 _PIECE = 2**20  # characters of a long document that are tokenised at once
 _AROUND = 2**10

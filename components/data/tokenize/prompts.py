@@ -19,7 +19,7 @@ from components.data.records.messages import (
 from components.data.records.options import RecordError, RecordOptions
 from components.data.records.record_files import Unreadable, read_records, warn_of_unread_files
 from components.data.records.samples import Tool, Turns
-from components.data.tokenize.assistant_mask import open_template
+from components.data.tokenize.rendered_chat import open_template
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _ANSWERS = ("completion", "chosen", "rejected")

@@ -22,6 +22,7 @@ from components.engines.fsdp2.context_parallel import ModelInput
 from components.engines.fsdp2.fsdp_private import discard_iteration, fsdp_modules, release
 from components.engines.fsdp2.grouped_experts import bias_buffers, grouped_experts
 from components.engines.fsdp2.layout import FSDP2Layout
+from components.engines.fsdp2.log_prob_model import LogProbModel
 from components.engines.fsdp2.lora import is_initial
 from components.engines.fsdp2.mesh import (
     REPLICATE,
@@ -32,7 +33,7 @@ from components.engines.fsdp2.mesh import (
     make_mesh,
     mesh_info,
 )
-from components.engines.fsdp2.parallelize import LogProbModel, build_model
+from components.engines.fsdp2.parallelize import build_model
 from components.engines.fsdp2.sharded_optimizer import ShardedOptimizer
 from components.engines.fsdp2.whole_weights import whole_weights
 from components.engines.shared import microbatch_merging, process_group

@@ -3,20 +3,16 @@
 Megatron itself is not imported.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from components.adapters import LoRA
 from components.engines.megatron import float8, pipeline_split
 from components.engines.megatron.checks import updates_whole_weights
 from components.engines.megatron.layout import Layout
 from components.engines.shared.recomputation import recomputed_modules
-from components.models import mtp
-from components.models.attention_shape import attention_shape
-from components.models.scalar_head import output_head, ties_embedding
+from components.models.scalar_head import output_head
 from components.optimizers import Optimizer, state_bytes
 from components.preflight.estimates.activation_memory import (
     FP32,
@@ -26,20 +22,19 @@ from components.preflight.estimates.activation_memory import (
     add_by_name,
     head_activations,
     kept_by_head,
-    mask_bytes,
-    mlp_activations,
     peak,
+)
+from components.preflight.estimates.megatron_activations import block_activations, stage_blocks
+from components.preflight.estimates.megatron_parameters import (
+    RankParameters,
+    count_parameters,
+    stage_layers,
+    stage_parameters,
 )
 from components.preflight.estimates.model_shape import (
     attention_dropout,
-    dropout_bytes,
-    latent_widths,
-    moe_block_numbers,
-    norms_heads,
-    norms_of_hidden,
 )
-from components.preflight.estimates.moe_activations import megatron_moe
-from components.preflight.estimates.parameter_counts import ParallelSizes, Parameter, owned_state, parameters
+from components.preflight.estimates.parameter_counts import ParallelSizes, owned_state
 from components.preflight.estimates.quantities import MemoryInputs, MicrobatchShape, RankMemory
 
 
@@ -113,32 +108,6 @@ class OptimizerShards:
             return cls(1, 1)
         ranks = world_size // layout.pp
         return cls(ranks // layout.tp, ranks // (layout.etp * layout.ep))
-
-
-@dataclass(frozen=True)
-class RankParameters:
-    """Parameters of one rank of a pipeline stage, in elements."""
-
-    trained: int
-    trained_experts: int
-    """Trained expert parameters."""
-    frozen: int
-    initial: int
-    """Elements of ``frozen`` that are in fp32."""
-    embedding: int
-    """Size of an embedding or head matrix, 0 if it is frozen."""
-    in_layers: int
-    """Elements of all parameters of layers."""
-    matrix: int
-    """Size of the largest trained matrix of a layer."""
-    experts_of_a_layer: int
-    """Trained expert parameters of a layer, the maximum over layers."""
-    tied: bool
-    """Whether embedding and head are tied."""
-
-    def num_bytes(self, size: int) -> int:
-        """Return the bytes of all parameters in a dtype of ``size`` bytes, with ``initial`` in fp32."""
-        return (self.trained + self.frozen) * size + self.initial * (FP32 - size)
 
 
 @dataclass(frozen=True)
@@ -404,154 +373,3 @@ class StageMemory:
     @property
     def size(self) -> int:
         return self.blocks[0].run.size
-
-
-def stage_layers(layout: Layout, model: PreTrainedModel) -> list[list[int]]:
-    """Return the layer numbers of each stage."""
-    return pipeline_split.numbered(layout, model.config.num_hidden_layers, mtp.num_mtp_layers(model.config))
-
-
-def count_parameters(
-    model: PreTrainedModel, layout: Layout, chunks: str, layers: Sequence[int], adapter: LoRA | None
-) -> RankParameters:
-    """Count the parameters of a rank that has the layers with the numbers ``layers``.
-
-    ``chunks`` are the joined contents of its chunks, in the letters of ``pipeline_split.chunk_layers``.
-    """
-    sizes = ParallelSizes(layout.tp, layout.ep, layout.etp)
-    layer, share = stage_parameters(model, sizes, chunks, layers, adapter)
-    return RankParameters(
-        trained=count([*layer, *share], trained=True),
-        trained_experts=count([p for p in layer if p.of_experts], trained=True),
-        frozen=count([*layer, *share], trained=False),
-        initial=sum(p.numel for p in layer if p.initial),
-        embedding=max((p.numel for p in share if p.trained), default=0),
-        in_layers=sum(p.numel for p in layer),
-        matrix=max((p.numel // max(p.number, 1) for p in layer if p.trained), default=0),
-        experts_of_a_layer=largest_experts(layer),
-        tied=ties_embedding(model),
-    )
-
-
-def largest_experts(found: Sequence[Parameter]) -> int:
-    """Return the largest number of trained expert parameters of a layer."""
-    sizes = Counter[str]()
-    for p in found:
-        if p.of_experts and p.trained:
-            sizes[p.name.partition(".mlp.")[0]] += p.numel
-    return max(sizes.values(), default=0)
-
-
-def stage_parameters(
-    model: PreTrainedModel, sizes: ParallelSizes, chunks: str, layers: Sequence[int], adapter: LoRA | None
-) -> tuple[list[Parameter], list[Parameter]]:
-    """Return the parameters of the layers of a rank, and those of its embedding, last norm and head."""
-    found = parameters(model, sizes, adapter)
-    ends = {"E": ("model.embed_tokens.",), "L": ("model.norm.", "lm_head.", "score.")}
-    embeds_again = mtp.num_mtp_layers(model.config) > 0  # MTP layers embed the following tokens
-    if "E" not in chunks and (ties_embedding(model) or embeds_again):
-        ends["L"] += ends["E"]
-    names = tuple(name for what, names in ends.items() if what in chunks for name in names)
-    share = [p for p in found if p.name.startswith(names)]
-    return [p for p in found if p.name.startswith(tuple(f"model.layers.{n}." for n in layers))], share
-
-
-def count(parameters: Sequence[Parameter], *, trained: bool) -> int:
-    return sum(p.numel for p in parameters if p.trained is trained)
-
-
-def stage_blocks(
-    blocks: Sequence[BlockActivations], chunks: Sequence[str], layout: Layout
-) -> tuple[BlockActivations, ...]:
-    """Return ``blocks``, the layers of a stage, recomputed only if they are the first ones of their chunk.
-
-    MTP layers, which follow all others, are recomputed too.
-    """
-    if (first := layout.recompute_num_layers) is None:
-        return tuple(blocks)
-    places = [place for chunk in chunks for place in range(chunk.count("t"))]
-    again = [place < first for place in places] + [True] * (len(blocks) - len(places))
-    return tuple(b if now else b.not_recomputed() for b, now in zip(blocks, again, strict=True))
-
-
-def block_activations(
-    model: PreTrainedModel, layout: Layout, run: RunShape, workload: MicrobatchShape, adapter: LoRA | None
-) -> list[BlockActivations]:
-    """Return the activation widths of Megatron's layers with this project's attention, in order.
-
-    Every layer saves its own cosines and sines for queries and for keys. The MLP adds an offset of 0 to up
-    and saves the sum too; if it is fused, it saves gate, up and the product. Norms are torch's: separate
-    fp32 operators on a CPU, and on a GPU one kernel, which saves its input.
-    """
-    config, of, tp = model.config, attention_shape(model.config), layout.tp
-    number = of.number // tp
-    query, key, value = number * of.key, of.shared // tp * of.key, of.shared // tp * of.value
-    repeated = number * (of.key + of.value) if run.repeats_heads else None
-    normed, rotated, padded = norms_heads(model), of.key, 0
-    attends = attended(layout, query, key + value, repeated, normed=normed)
-    if of.latent:
-        attends, padded = latent_widths(config, run, number, copies_values=True)
-        rotated = config.qk_rope_head_dim
-    is_kernel = run.device == "cuda"
-    kept = 3 if layout.fuses_activation(run.device) else 5
-    plain = BlockActivations(
-        run,
-        hidden=config.hidden_size // (tp if layout.sequence_parallel else 1),
-        norms=norms_of_hidden(model),
-        norm_input=run.size if is_kernel else FP32,
-        norm_product=0 if is_kernel or adapter is not None else FP32,
-        normed_heads=query + key if normed else 0,
-        attended=attends + 4 * rotated,
-        result=number * of.value,
-        copied=padded if run.has_kernel else number * of.value,
-        heads=number,
-        mlp=mlp_activations(config.intermediate_size // tp, kept),
-        latent=of.latent,
-        masks=(workload.rows if run.packed else 1) * masks_of_a_row(layout, workload, run, config),
-    )
-    other, routed = plain, moe_block_numbers(model)
-    if routed:
-        mlp = megatron_moe(model, layout, run, grouped=layout.groups_experts(model, adapter))
-        other = replace(plain, mlp=mlp, kind="moe")
-    prefixes = [f"model.layers.{number}." for number in range(len(model.base_model.layers))]
-    within = tp if layout.sequence_parallel else 1
-    dropped, of_mlps = (
-        dropout_bytes(model, adapter, run, names, split=tp, hidden_split=within)
-        for names in (prefixes, [f"{prefix}mlp." for prefix in prefixes])
-    )
-    main = len(prefixes) - mtp.num_mtp_layers(config)
-    return [
-        replace(
-            other if number in routed else plain,
-            is_mtp=number >= main,
-            dropout=saved,
-            mlp_adapter_bytes=of_mlps[number],
-        )
-        for number, saved in enumerate(dropped)
-    ]
-
-
-def attended(layout: Layout, query: int, both: int, repeated: int | None, *, normed: bool) -> int:
-    """Return the width of the tensors that attention saves; ``both`` is that of keys and values together.
-
-    K and V are views of the fused QKV output. Saving V therefore keeps the whole output, and so does the norm
-    of the keys (``normed``), which saves its input. Instead of V, attention saves copies of K and V if their
-    heads are repeated, to the width ``repeated``, or if cp > 1: all gathered keys and values, or the tensors
-    of the all-to-all.
-    """
-    fused = query + both
-    if layout.cp == 1 and repeated is None:
-        return query + both // 2 + fused
-    copies = (repeated or both) * (layout.cp if layout.cp_comm_type == "all_gather" else 1)
-    return query + copies + (fused if normed else 0)
-
-
-def masks_of_a_row(layout: Layout, shape: MicrobatchShape, run: RunShape, config: PreTrainedConfig) -> int:
-    """Return the bytes of the masks of a row.
-
-    If cp ranks gather keys, each rank has two of ``2 cp`` chunks, which attend to ``2 cp + 1`` chunks in all.
-    """
-    if layout.cp == 1 or layout.cp_comm_type == "a2a" or run.has_kernel:
-        return mask_bytes(shape, run, config)
-    chunk = -(-shape.length // (2 * layout.cp))
-    return chunk * chunk * (2 * layout.cp + 1) * run.size

@@ -11,7 +11,8 @@ from components.adapters import LoRA
 from components.adapters.pissa import principal_factors
 from components.contracts.errors import ConfigError
 from components.models.initialize import seeded
-from components.preflight.estimates import fsdp2_parameters, megatron_memory
+from components.preflight.estimates import fsdp2_parameters as of_fsdp2
+from components.preflight.estimates import megatron_parameters as of_megatron
 from tests.distributed.cases import fsdp2, megatron, spec
 
 
@@ -82,8 +83,8 @@ def test_the_estimates_count_the_initial_factors_in_fp32(size: int) -> None:
     adapters = [LoRA(r=3, init_lora_weights=kind) for kind in ("kaiming", "pissa")]
     plain, with_initial = (
         (
-            fsdp2_parameters.count_parameters(model, fsdp2(), 1, adapter).frozen_bytes(size),
-            megatron_memory.count_parameters(model, megatron(dp=1), "EttL", [0, 1], adapter).num_bytes(size),
+            of_fsdp2.count_parameters(model, fsdp2(), 1, adapter).frozen_bytes(size),
+            of_megatron.count_parameters(model, megatron(dp=1), "EttL", [0, 1], adapter).num_bytes(size),
         )
         for adapter in adapters
     )
