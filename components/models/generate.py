@@ -62,7 +62,7 @@ def add_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, foreign: Set
     The ids in ``foreign`` belong to another tokenizer; bos, eos and pad ids among them are not kept.
     """
 
-    def kept(found: Any) -> Any:
+    def kept(found: list[int] | int | None) -> list[int] | int | None:
         if isinstance(found, list):
             return [token for token in found if token not in foreign]
         return None if found in foreign else found

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -260,7 +259,7 @@ UNITS: Mapping[str, Callable[[float], str]] = {
 """Suffix of a key -> format of its value."""
 
 
-def cell(section: str, key: str, value: Any) -> str:
+def cell(section: str, key: str, value: str | float) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bool):

@@ -54,7 +54,7 @@ def small_layouts(layout: ParallelismSpec) -> Iterator[ParallelismSpec]:
         )
 
 
-def resized(layout: Any, wanted: dict[str, int]) -> Any:
+def resized(layout: Any, wanted: dict[str, int]) -> ParallelismSpec | None:
     """Return the layout with the sizes ``wanted`` and even stages. None means that its class refuses them."""
     if not is_dataclass(type(layout)):
         return None

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hydra.core.override_parser.types import IntervalSweep, Override, Sweep
 
@@ -68,7 +68,7 @@ class SearchSpace:
     def distributions(self) -> "dict[str, BaseDistribution]":
         return {key: optuna_distribution(override) for key, override in self.swept.items()}
 
-    def grid(self) -> dict[str, list[Any]]:
+    def grid(self) -> dict[str, list[str] | list[float]]:
         """Return all values of each key.
 
         Raises:
@@ -97,7 +97,7 @@ def numbers_of(override: Override) -> list[float]:
     return sorted(override.sweep_iterator())
 
 
-def first_of(override: Override) -> list[Any]:
+def first_of(override: Override) -> list[float]:
     if override.is_range_sweep():
         return numbers_of(override)[:1]
     return [override.value().start]

@@ -111,7 +111,7 @@ def as_written(value: object) -> str:
     return f"`{lines[0]}`"  # a document with only a scalar has a second line, "..."
 
 
-def rows(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> Iterator[str]:
+def rows(prefix: str, node: Json, reader: object, comments: Mapping[str, str]) -> Iterator[str]:
     """Yield a row for each key of ``node``, and for each key of its values whose type is a dataclass.
 
     Keys of such a value follow its own row.
@@ -130,7 +130,7 @@ def rows(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> I
             yield from rows(key, value, hint, comments)
 
 
-def table(prefix: str, node: Json, reader: Any, comments: Mapping[str, str]) -> Iterator[str]:
+def table(prefix: str, node: Json, reader: object, comments: Mapping[str, str]) -> Iterator[str]:
     """Yield the Markdown table of a node, and a YAML block with a model's ``architecture``, if it has one."""
     described = {f"{prefix}.{key}": words for key, words in comments.items()}
     if lines := list(rows(prefix, node, reader, described)):  # adapter=none has no keys

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 from torch import Tensor
 
@@ -60,7 +60,7 @@ class Hooks:
         self._attempt(name, hook, "tensors", lambda: found.update(hook.tensors()))
         return {f"hook/{name}/{key}": value for key, value in found.items()} if name in self.chosen else {}
 
-    def call(self, event: str, *arguments: Any, **options: Any) -> None:
+    def call(self, event: str, *arguments: object, **options: object) -> None:
         """Call the method ``event`` of every hook, then share their requests between the ranks.
 
         A chosen hook that fails is removed if its ``on_error`` is ``warn``.

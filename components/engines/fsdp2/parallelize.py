@@ -249,7 +249,7 @@ def apply_ac(module: nn.Module) -> None:
     """
     forward = module.forward
 
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(*args: object, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -86,7 +86,7 @@ class ActivationOffloading:
         """
         forward = model.forward
 
-        def saving(*args: Any, **kwargs: Any) -> Any:
+        def saving(*args: object, **kwargs: object) -> object:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             self.saving, self.parameters = True, storages(model)
@@ -175,7 +175,7 @@ class ActivationOffloading:
                 saved.device = target.copy_(saved.host, non_blocking=True)
         group.fetched = self.copies.record_event()
 
-    def _computing(self) -> Any:
+    def _computing(self) -> torch.Stream:
         return self.handle.current_stream()
 
 

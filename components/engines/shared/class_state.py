@@ -103,6 +103,6 @@ def set_number(state: dict[str, Any], name: str, value: Tensor) -> None:
         state[name] = type(state[name])(value.item())
 
 
-def as_float64(value: Any) -> Tensor:
+def as_float64(value: Tensor | float) -> Tensor:
     """Return a scalar of an optimizer as float64 ``[1]``, which represents any Python float exactly."""
     return torch.tensor([float(value)], dtype=torch.float64)

@@ -33,5 +33,5 @@ def can_compile() -> bool:
 
 
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., object]) -> Callable[..., Any]:
     return torch.compile(function)

@@ -10,7 +10,7 @@ in fp32.
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -64,7 +64,13 @@ def install_fp32_attention() -> Library:
     return replace_kernels({ATTENTION: attention_in_fp32_if_short})
 
 
-def replace_kernels(functions: Mapping[str, Callable[..., Any]]) -> Library:
+class TorchKernel(Protocol):
+    """A kernel of an aten operator, as ``torch.library.get_kernel`` returns it."""
+
+    def call_boxed(self, keys: torch.DispatchKeySet, *args: object, **kwargs: object) -> Any: ...
+
+
+def replace_kernels(functions: Mapping[str, Callable[..., object]]) -> Library:
     """Replace the CPU kernels of the aten operators that are the keys of ``functions`` by its values.
 
     A function gets torch's own kernel and the dispatch keys, then the arguments of the operator. The
@@ -80,31 +86,32 @@ def replace_kernels(functions: Mapping[str, Callable[..., Any]]) -> Library:
 
 
 def attention_in_fp32_if_short(
-    kernel: Any,
+    kernel: TorchKernel,
     keys: torch.DispatchKeySet,
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Call ``kernel``, that of ``ATTENTION``, in fp32 for a short sequence of keys ``[B, heads, T, D]``."""
     is_short = key.shape[2] * key.shape[3] <= SHORT_SEQUENCE
     call = partial(call_in_fp32, kernel) if is_short else kernel.call_boxed
     return call(keys, gradient, query, key, *args, **kwargs)
 
 
-def call_in_fp32(kernel: Any, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+def call_in_fp32(
+    kernel: TorchKernel, keys: torch.DispatchKeySet, first: Tensor, *others: object, **kwargs: object
+) -> object:
     """Call ``kernel``, in fp32 if the first argument is in half precision; return its results."""
-    dtype = args[0].dtype
-    if dtype not in HALF:
-        return kernel.call_boxed(keys, *args, **kwargs)
-    results = kernel.call_boxed(keys, *map(to_fp32, args), **kwargs)
+    if first.dtype not in HALF:
+        return kernel.call_boxed(keys, first, *others, **kwargs)
+    results, dtype = kernel.call_boxed(keys, *map(to_fp32, (first, *others)), **kwargs), first.dtype
     return results.to(dtype) if isinstance(results, Tensor) else tuple(each.to(dtype) for each in results)
 
 
 def call_out_in_fp32(
-    kernel: Any, keys: torch.DispatchKeySet, *args: Any, out: Tensor, **kwargs: Any
+    kernel: TorchKernel, keys: torch.DispatchKeySet, *args: object, out: Tensor, **kwargs: object
 ) -> Tensor:
     """Call ``kernel``, in fp32 if ``out`` is in half precision; write its result into ``out``."""
     if out.dtype not in HALF:
@@ -114,5 +121,5 @@ def call_out_in_fp32(
     return out.resize_(result.shape).copy_(result)
 
 
-def to_fp32(argument: Any) -> Any:
+def to_fp32(argument: object) -> object:
     return argument.float() if isinstance(argument, Tensor) else argument

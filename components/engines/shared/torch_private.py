@@ -85,7 +85,7 @@ def clear_dtensor_caches() -> None:
             getattr(owner, name)()
 
 
-def own_parameters(module: nn.Module) -> dict[str, Any]:
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dict of ``module``'s own parameters, whose values callers may replace by plain tensors."""
     return module._parameters
 
