@@ -97,7 +97,10 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 class InCollectiveError(Exception):
-    """An error, its argument, after which this rank takes part in no further collective of its work."""
+    """An error after which this rank joins no more collectives of the current task.
+
+    The other ranks must not wait for it. The only argument is the error itself.
+    """
 
 
 def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:

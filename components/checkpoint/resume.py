@@ -47,8 +47,8 @@ class RunIdentity:
     """Hash of the source of the frozen weights, which checkpoints do not contain. None means that all weights
     are trained."""
     reference_content: str | None = None
-    """Hash of what determines the reference model's weights. None means that there is no reference model, or,
-    in a checkpoint of an earlier version, that only ``reference`` identifies it."""
+    """Hash of everything that determines the reference model's weights. None means that there is no reference
+    model, or that an earlier version wrote the checkpoint without a hash; then ``reference`` is compared."""
 
 
 REMEDIES = {

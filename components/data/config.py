@@ -166,6 +166,7 @@ class Data(ABC):
             identity=f"{train.identity}-{batching}",
             audit=audit,
             stream=stream,
+            commits=tuple(source.commit() for source in self.streamed_sources()),
         )
 
     def open_stream(
@@ -196,7 +197,9 @@ class Data(ABC):
         assert stream is not None
         producer = None
         if main:
-            sources, encoder = tuple(self.streamed_sources()), self._encoder(kind, tokenizer)
+            pairs = zip(self.streamed_sources(), restored.commits, strict=True)
+            sources = tuple(source.at(commit) for source, commit in pairs)
+            encoder = self._encoder(kind, tokenizer)
             producer = Producer(StreamReader(stream, sources, encoder, self._workers()), folder)
         return StreamLoader(
             stream, shard, folder, producer, num_steps=num_steps, step=step, position=position, beat=beat

@@ -118,6 +118,14 @@ class RecordSource(ABC):
         of the hub has none: ``files`` has its commit.
         """
 
+    def commit(self) -> str | None:
+        """Return the commit of a repository that the source is read from now. None means that it has none."""
+        return None
+
+    def at(self, commit: str | None) -> "RecordSource":  # noqa: ARG002
+        """Return the same source, read from ``commit``, which ``commit()`` has returned."""
+        return self
+
     def items(self, kind: SampleKind) -> SourceItems:
         read = self.records()
         every = read if self.convert is None else map(partial(_converted, self.convert), read)
@@ -223,6 +231,12 @@ class HubSource(RecordSource):
             return [str(self.dataset), self.dataset.version()]
         sizes = [f"{file.relative_to(folder)} {file.stat().st_size}" for file in data_files(folder)]
         return [str(replace(self.dataset, repo="")), *sizes]
+
+    def commit(self) -> str | None:
+        return self.dataset.commit()
+
+    def at(self, commit: str | None) -> RecordSource:
+        return self if commit is None else replace(self, dataset=replace(self.dataset, revision=commit))
 
     def version(self) -> list[str]:
         folder = self.dataset.local

@@ -192,6 +192,8 @@ class PreparedData:
     audit: Audit
     stream: Stream | None = None
     """The stream that is trained on. ``train`` is then its first chunk, for checks and forecasts."""
+    commits: tuple[str | None, ...] = ()
+    """The commit of each source of the stream: a run reads the same one, even if its branch moves on."""
 
     @property
     def streamed(self) -> bool:

@@ -53,6 +53,8 @@ def make_folder(config: DictConfig) -> Path:
     from runner.cli import as_given
 
     study = config.hydra.sweeper.get("study_name")
+    if config.run.output_dir == "":  # the folder of the sweep would be /sweeps
+        raise ConfigError("run.output_dir: is empty; name a folder, such as outputs.")
     try:
         folder = Path(expand_home("hydra.sweep.dir", config.hydra.sweep.dir)).absolute()
     except OmegaConfBaseException as error:

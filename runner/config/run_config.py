@@ -69,6 +69,8 @@ class RunConfig:
         intervals = ("eval_every_epochs", "final_sample_tokens")
         check_at_least_zero("run", self, *intervals, "seed", "hang_timeout_s", "max_restarts")
         check_at_least_one("run.loss_scale", self.loss_scale, "initial", "growth_interval")
+        if not self.output_dir:
+            raise ConfigError("run.output_dir: is empty; name a folder, such as outputs.")
         if not self.loss_scale.initial <= LARGEST_SCALE:
             raise ConfigError(f"run.loss_scale.initial: must be at most {LARGEST_SCALE:g}; use 65536.")
         if self.max_time is not None:
@@ -96,7 +98,10 @@ class RunConfig:
             )
 
     def evaluates_within(self, num_steps: int) -> bool:
-        """Return whether an evaluation by steps or epochs may be due in a run of ``num_steps`` steps."""
+        """Return whether a periodic evaluation may be due in a run of ``num_steps`` steps.
+
+        Those at the start and at the end of the run are not periodic.
+        """
         in_epochs = 0 < self.eval_every_epochs <= (self.epochs or math.inf)
         return in_epochs or 0 < self.eval_every <= num_steps
 

@@ -296,6 +296,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["scheduler.warmup_steps"],
     ),
     "seed": (["run.seed=18446744073709551616"], ["run.seed", "2**63"]),
+    "no output folder": (["run.output_dir="], ["run.output_dir: is empty"]),
+    "no output folder of a sweep": (["-m", "run.seed=1,2", "run.output_dir="], ["run.output_dir: is empty"]),
     "output folder": (["run.output_dir={tmp}/chat.jsonl"], ["run.output_dir"]),
     "name": (["run.name=a/b"], ["run.name"]),
     "ranks": (["parallelism=fsdp2", "parallelism.dp=0"], ["parallelism.dp"]),

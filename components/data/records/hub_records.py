@@ -70,6 +70,24 @@ class HubDataset:
                 "Check the network and the files of the data set, or choose another data.revision."
             ) from error
 
+    def commit(self) -> str | None:
+        """Return the commit that ``revision`` names now. None means that the data set is not on the hub.
+
+        Raises:
+            ConfigError: if the hub has no such revision, or cannot be reached.
+        """
+        from huggingface_hub import HfApi
+
+        if self.local is not None:
+            return None
+        try:
+            return HfApi().dataset_info(self.repo, revision=self.revision, expand=["sha"]).sha
+        except Exception as error:  # the class is that of the HTTP library, which varies
+            raise ConfigError(
+                f"{self.option}: the hub does not tell the commit of hub:{self.repo} ({one_line(error)}).\n"
+                "Check the name, data.revision and the network, or give a file."
+            ) from error
+
     def version(self) -> str:
         """Return the commit of the data set, or a digest that changes with the files of a folder.
 

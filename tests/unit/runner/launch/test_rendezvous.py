@@ -19,14 +19,10 @@ from components.contracts.errors import MISTAKE, ConfigError, TrainingError
 from runner.launch import rendezvous, spawn
 from runner.launch.rendezvous import agree_on_folder, connect, host_loopback_store, prepare_nodes
 from tests.patience import patience
+from tests.slurm.cluster import free_ports
 
 LOCAL = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 NODES = {"MASTER_ADDR": "127.0.0.1"}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def addresses(port: int) -> set[str]:
@@ -141,7 +137,7 @@ def test_a_store_serves_clients() -> None:
 def test_ranks_of_one_machine_meet_on_its_loopback_interface(
     changes: Mapping[str, str], local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = LOCAL | {"MASTER_PORT": str(free_port())} | changes
+    given = LOCAL | {"MASTER_PORT": str(free_ports(1)[0])} | changes
     environ = {key: value for key, value in given.items() if value}
     for key, value in environ.items():
         monkeypatch.setenv(key, value)

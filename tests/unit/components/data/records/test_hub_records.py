@@ -6,16 +6,24 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import datasets
 import pytest
+from huggingface_hub import HfApi
+from transformers import PreTrainedTokenizerBase
 
+from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.data import FilesData
 from components.data.data_sources import HubSource
 from components.data.records.hub_records import HubDataset, read_cache_without_network
 from components.data.records.record_files import read_records
+
+CONFIG = "components.data.config"
+SHARD = BatchShard(1, 1)
 
 
 @pytest.fixture
@@ -77,6 +85,24 @@ def test_a_data_set_that_is_read_while_training(repo: str) -> None:
     [(first, _)] = data.train_sources()
     assert [record for record, _ in first.items("text").items] == records[:4]
     assert not list(Path(repo).parent.rglob("*.arrow"))  # no copy is made
+
+
+def test_a_stream_reads_the_commit_of_its_preparation(
+    repo: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a restart, when the branch names another commit."""
+    commits = iter(["first", "second"])
+    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha=next(commits)))
+    for name in ("load_dataset", "load_dataset_builder"):
+        load = getattr(datasets, name)
+        monkeypatch.setattr(datasets, name, lambda _repo, *_, _load=load, **options: _load(repo, **options))
+    data = FilesData(train="hub:user/texts", streaming=True, buffer_size=4, cache_dir=str(tmp_path))
+    found = data.prepare("text", tokenizer, seed=3, global_batch_size=1, max_steps=2, epochs=None)
+    with mock.patch(f"{CONFIG}.Producer") as producer, mock.patch(f"{CONFIG}.StreamLoader"):
+        place = {"step": 0, "position": (), "main": True, "beat": str}
+        data.open_stream(json.loads(json.dumps(found.to_json())), SHARD, "text", tokenizer, tmp_path, **place)
+    [source] = producer.call_args.args[0].sources
+    assert source.dataset == HubDataset("data.train", "user/texts", revision="first")
 
 
 @pytest.mark.parametrize(("split", "streamed"), [("test", True), ("test[:50%]", False)])
