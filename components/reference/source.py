@@ -128,23 +128,8 @@ def resolve_reference(
         )
     if choice == "auto":
         choice = "frozen" if adapter is None or saved or path is not None else "adapter_off"
-    if choice == "adapter_off" and adapter is None:
-        raise ConfigError(
-            "stage.reference: is adapter_off, but adapter=none: the trained model cannot be its own "
-            "reference; use stage.reference=frozen, or train an adapter (adapter=lora)."
-        )
-    if choice == "adapter_off" and saved:
-        continues = getattr(adapter, "path", None) is not None
-        merge = (
-            "merge the adapter (python -m runner.export) and set stage.reference_path, or "
-            if continues
-            else ""
-        )
-        raise ConfigError(
-            "stage.reference: is adapter_off, but adapter.modules_to_save trains whole modules, which cannot "
-            f"be switched off; {merge}use stage.reference=frozen or precomputed, which is the model without "
-            "any adapter."
-        )
+    if choice == "adapter_off":
+        check_adapter_off(adapter)
     if path is None and choice in ("frozen", "precomputed") and getattr(adapter, "quantize", None):
         raise ConfigError(
             f"stage.reference: is {choice}, the model in full precision, but adapter.quantize trains it in 4 "
@@ -172,6 +157,27 @@ def resolve_reference(
     with about_reference():
         other = ModelSpec(path=path, init="pretrained", trust_remote_code=model.trust_remote_code)
     return replace(found, model=other, is_separate_model=True)
+
+
+def check_adapter_off(adapter: AdapterConfig | None) -> None:
+    """Raise ConfigError unless the trained model without ``adapter`` can be the reference."""
+    if adapter is None:
+        raise ConfigError(
+            "stage.reference: is adapter_off, but adapter=none: the trained model cannot be its own "
+            "reference; use stage.reference=frozen, or train an adapter (adapter=lora)."
+        )
+    if getattr(adapter, "modules_to_save", None):
+        continues = getattr(adapter, "path", None) is not None
+        merge = (
+            "merge the adapter (python -m runner.export) and set stage.reference_path, or "
+            if continues
+            else ""
+        )
+        raise ConfigError(
+            "stage.reference: is adapter_off, but adapter.modules_to_save trains whole modules, which cannot "
+            f"be switched off; {merge}use stage.reference=frozen or precomputed, which is the model without "
+            "any adapter."
+        )
 
 
 def check_sync(choice: str, model: ModelConfig, adapter: AdapterConfig | None) -> None:

@@ -67,7 +67,32 @@ def prepare(launch: RunPreparation) -> Path:
     reference = reference_cache(launch, found.data)
     config = with_adapter_settings(launch.config, launch.experiment.adapter)
     write_config(folder, with_absolute_paths(with_recorded_init_from(config, folder)))
-    RunRecord(
+    describe(launch, found, record, reference, chooses_size=chooses_size).write(folder)
+    write_code_diff(folder)
+    audit = found.data.audit.to_json()
+    write_atomic(folder / "audit.json", audit)
+    found.data.write_bad_records(folder)
+    found.data.write_samples(folder, launch.experiment.model.load_tokenizer())
+    write_atomic(folder / "preflight.json", forecast.to_json())
+    shown = point is None or point.is_first_with(audit)
+    table = found.data.audit.render(evaluates=evaluates)
+    data = table if shown else "data        as in an earlier job of the sweep: audit.json"
+    console.print(data, forecast.render(), sep="\n")
+    console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+    return folder
+
+
+def describe(
+    launch: RunPreparation,
+    found: PreparedRun,
+    before: RunRecord,
+    reference: ReferenceCache | None,
+    *,
+    chooses_size: bool,
+) -> RunRecord:
+    """Return the record of the run that is about to start; ``before`` is that of the run it resumes."""
+    run, point = launch.experiment.run, launch.where.sweep_job
+    return RunRecord(
         command=list(launch.command),
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions=versions(),
@@ -81,24 +106,14 @@ def prepare(launch: RunPreparation) -> Path:
         slurm=slurm_env.job_facts(os.environ),
         identity=vars(found.identity),
         reference=reference,
-        auto_micro_batch_size=launch.experiment.run.rows_per_microbatch if chooses_size else None,
-        peak_memory=PeakMemory(None if evaluates or found.candidate is None else found.candidate.peak.total),
+        auto_micro_batch_size=run.rows_per_microbatch if chooses_size else None,
+        peak_memory=PeakMemory(
+            None if run.evaluate_only or found.candidate is None else found.candidate.peak.total
+        ),
         data=found.data.to_json(),
-        results=record.results,
-        engine_facts=record.engine_facts,
-    ).write(folder)
-    write_code_diff(folder)
-    audit = found.data.audit.to_json()
-    write_atomic(folder / "audit.json", audit)
-    found.data.write_bad_records(folder)
-    found.data.write_samples(folder, launch.experiment.model.load_tokenizer())
-    write_atomic(folder / "preflight.json", forecast.to_json())
-    shown = point is None or point.is_first_with(audit)
-    table = found.data.audit.render(evaluates=evaluates)
-    data = table if shown else "data        as in an earlier job of the sweep: audit.json"
-    console.print(data, forecast.render(), sep="\n")
-    console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
-    return folder
+        results=before.results,
+        engine_facts=before.engine_facts,
+    )
 
 
 def open_folder(launch: RunPreparation, found: PreparedRun) -> tuple[Path, RunRecord]:

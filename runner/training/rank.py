@@ -144,22 +144,29 @@ def run_with_fixed_size(folder: Path, give_up: Callable[[TrainingError], object]
                     if main:
                         record.write(folder)
                     train(training)
-                report.stopped = stop_record(training)
-                if main:
-                    record = replace(record, stopped=report.stopped, final_step=training.state.step)
-                    replace(record, results=report.results).write(folder)
-                if report.stopped is None and not run.evaluate_only:
-                    watchdog.beat("in the export")
-                    check_weights(engine, training.state)
-                    check_target(training.state, run.target_loss)
-                    if run.export:
-                        with naming_file(folder / "export"):
-                            engine.export(folder / "export")
-                watchdog.beat("in the hooks at the end of the run")
-                training.hooks.call("end", completed=report.stopped is None)
-                if main:  # hooks may have logged metrics
-                    replace(record, results=report.results).write(folder)
+                finish(training, record, folder)
     return requested.number
+
+
+def finish(training: TrainContext, record: RunRecord, folder: Path) -> None:
+    """Record how training has ended, check and export a complete run, and call the hooks of the end."""
+    run, report = training.run, training.reporter
+    report.stopped = stop_record(training)
+    main = report.loggers is not None
+    record = replace(record, stopped=report.stopped, final_step=training.state.step)
+    if main:
+        replace(record, results=report.results).write(folder)
+    if report.stopped is None and not run.evaluate_only:
+        training.watchdog.beat("in the export")
+        check_weights(training.engine, training.state)
+        check_target(training.state, run.target_loss)
+        if run.export:
+            with naming_file(folder / "export"):
+                training.engine.export(folder / "export")
+    training.watchdog.beat("in the hooks at the end of the run")
+    training.hooks.call("end", completed=report.stopped is None)
+    if main:  # hooks may have logged metrics
+        replace(record, results=report.results).write(folder)
 
 
 @contextmanager

@@ -93,6 +93,37 @@ def build_model(
         if adapter.dropout:
             replace_dropout(scorer.lm, scorer.hashes, device)
             scorer.dropout_seed = options.seed
+    set_block_code(scorer, layout, options, device, recompute, modules)
+    freeze(scorer, dtype, everything=not trainable)
+    scorer.float8 = float8.convert(scorer.lm, layout, device.type) if options.float8 else {}
+    if layout.tp > 1:
+        apply_tp(scorer.lm, mesh[TENSOR])
+        group, size = mesh.get_group(TENSOR), scorer.lm.config.vocab_size
+        scorer.vocabulary = VocabularyShard(group, first_row(size, group), size)
+    if trainable and grouped_experts(scorer.lm):
+        scorer.routing = RouterHooks(spec.moe, scorer.lm, ranks, device)
+    if trainable and layout.activation_offloading:
+        scorer.offloading = apply_offloading(scorer.lm, device)
+    apply_fsdp(scorer, mesh, experts, layout, dtype)
+    scorer.to_empty(device="cpu" if layout.cpu_offload else device)
+    materialize_buffers(scorer.lm, device)
+    trained = weights
+    if adapter is not None:
+        trained = adapter.weights(spec.meta_model, options.seed, weights, restores=options.restores)
+    copy_weights(scorer, trained, nf4.quantized(weights, quantized, device))
+    load_router_biases(scorer.lm, weights, device)
+    return scorer.train(trainable)
+
+
+def set_block_code(
+    scorer: LogProbModel,
+    layout: FSDP2Layout,
+    options: EngineOptions,
+    device: torch.device,
+    recompute: str,
+    modules: Collection[str],
+) -> None:
+    """Choose the kernels of the blocks, compile their forward passes, and recompute parts of them."""
     scorer.kernels = choose_kernels(options.kernels, scorer.lm, device.type, compiled=options.compiled)
     if scorer.kernels == "liger":
         apply_liger(scorer.lm)
@@ -104,30 +135,15 @@ def build_model(
         block.forward = torch.compile(block.forward)
     for module in recomputed_parts(blocks, layout, recompute, modules):
         apply_ac(module)
-    if not trainable:
+
+
+def freeze(scorer: LogProbModel, dtype: torch.dtype, *, everything: bool) -> None:
+    """Store frozen parameters in ``dtype``, except PiSSA's initial factors; ``everything`` freezes all."""
+    if everything:
         scorer.requires_grad_(False)
     for name, parameter in scorer.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point() and not is_initial(name):
             parameter.data = parameter.data.to(dtype)
-    scorer.float8 = float8.convert(scorer.lm, layout, device.type) if options.float8 else {}
-    if layout.tp > 1:
-        apply_tp(scorer.lm, mesh[TENSOR])
-        group, size = mesh.get_group(TENSOR), scorer.lm.config.vocab_size
-        scorer.vocabulary = VocabularyShard(group, first_row(size, group), size)
-    if trainable and grouped_experts(scorer.lm):
-        scorer.routing = RouterHooks(spec.moe, scorer.lm, ranks, device)
-    scorer.offloading = (
-        apply_offloading(scorer.lm, device) if trainable and layout.activation_offloading else None
-    )
-    apply_fsdp(scorer, mesh, experts, layout, dtype)
-    scorer.to_empty(device="cpu" if layout.cpu_offload else device)
-    materialize_buffers(scorer.lm, device)
-    trained = weights
-    if adapter is not None:
-        trained = adapter.weights(spec.meta_model, options.seed, weights, restores=options.restores)
-    copy_weights(scorer, trained, nf4.quantized(weights, quantized, device))
-    load_router_biases(scorer.lm, weights, device)
-    return scorer.train(trainable)
 
 
 def copy_weights(scorer: LogProbModel, trained: WeightSource, frozen: WeightSource) -> None:

@@ -47,31 +47,7 @@ def block_activations(
     All MoE blocks have the same widths, and so have all dense blocks, except for what DoRA saves. Blocks from
     number ``recompute_num_layers`` on are not recomputed.
     """
-    config, of = model.config.get_text_config(), attention_shape(model.config)
-    number, groups = of.number // layout.tp, of.shared // layout.tp
-    query, key, value = number * of.key, groups * of.key, groups * of.value
-    repeats = head_repeats(groups, layout.cp)
-    both = number * (of.key + of.value) if run.repeats_heads else (key + value) * repeats
-    attended, padded = query + both, 0
-    if of.latent:
-        attended, padded = latent_widths(config, run, number, copies_values=False)
-    whole = run.tiled_norms or has_layer_norms(model)
-    plain = BlockActivations(
-        run,
-        hidden=config.hidden_size,
-        norms=norms_of_hidden(model),
-        norm_input=run.size if whole else FP32,
-        norm_product=0 if whole or adapter is not None else run.size,
-        norm_gradients=2 * run.size if whole else NORM_GRADIENTS * FP32,
-        normed_heads=query + key if norms_heads(model) else 0,
-        attended=attended,
-        result=number * of.value,
-        copied=padded if run.computes_rows_at_once else number * of.value,
-        heads=number,
-        mlp=dense_mlp(model, layout.tp),
-        latent=of.latent,
-        masks=(workload.rows if run.packed else 1) * mask_bytes(workload, run, config),
-    )
+    plain = dense_block(model, layout, run, workload, has_adapter=adapter is not None)
     other, routed = plain, moe_block_numbers(model)
     if routed:
         mlp = fsdp2_moe(model, run, tp=layout.tp, ep=layout.ep)
@@ -95,6 +71,42 @@ def block_activations(
     blocks = [replace(block, is_mtp=number >= main) for number, block in enumerate(blocks)]
     first = len(blocks) if layout.recompute_num_layers is None else layout.recompute_num_layers
     return (*blocks[:first], *(block.not_recomputed() for block in blocks[first:]))
+
+
+def dense_block(
+    model: PreTrainedModel,
+    layout: FSDP2Layout,
+    run: RunShape,
+    workload: MicrobatchShape,
+    *,
+    has_adapter: bool,
+) -> BlockActivations:
+    """Return the activation widths of a dense block without those of its adapter."""
+    config, of = model.config.get_text_config(), attention_shape(model.config)
+    number, groups = of.number // layout.tp, of.shared // layout.tp
+    query, key, value = number * of.key, groups * of.key, groups * of.value
+    repeats = head_repeats(groups, layout.cp)
+    both = number * (of.key + of.value) if run.repeats_heads else (key + value) * repeats
+    attended, padded = query + both, 0
+    if of.latent:
+        attended, padded = latent_widths(config, run, number, copies_values=False)
+    whole = run.tiled_norms or has_layer_norms(model)
+    return BlockActivations(
+        run,
+        hidden=config.hidden_size,
+        norms=norms_of_hidden(model),
+        norm_input=run.size if whole else FP32,
+        norm_product=0 if whole or has_adapter else run.size,
+        norm_gradients=2 * run.size if whole else NORM_GRADIENTS * FP32,
+        normed_heads=query + key if norms_heads(model) else 0,
+        attended=attended,
+        result=number * of.value,
+        copied=padded if run.computes_rows_at_once else number * of.value,
+        heads=number,
+        mlp=dense_mlp(model, layout.tp),
+        latent=of.latent,
+        masks=(workload.rows if run.packed else 1) * mask_bytes(workload, run, config),
+    )
 
 
 def dora_products(model: PreTrainedModel, adapter: LoRA) -> int:
