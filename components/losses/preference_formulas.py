@@ -99,7 +99,7 @@ def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: flo
     """Return DiscoPOP (Lu et al. 2024, equation 5), a blend of logistic and exponential loss."""
     margin = beta * (chosen - rejected)
     share = torch.sigmoid(margin / discopop_tau)
-    return -F.logsigmoid(margin) * (1 - share) + (-margin).exp() * share
+    return -F.logsigmoid(margin) * (1 - share) + (F.logsigmoid(margin / discopop_tau) - margin).exp()
 
 
 PAIR_LOSSES: Mapping[str, PairLoss] = {

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -131,7 +131,9 @@ def build_loop(
     else:
         report.start(state, loader.num_steps)
     deadline = math.inf if run.max_time is None else record.began + seconds(run.max_time)
-    hooks = build_hooks(experiment, engine, folder, report, state, loader.num_steps, point)
+    hooks = build_hooks(
+        experiment, engine, folder, report, state, loader.num_steps, point, beat=watchdog.beat
+    )
     hooks.begin()
     return TrainContext(
         engine=engine,
@@ -190,6 +192,8 @@ def build_hooks(
     state: TrainState,
     num_steps: int,
     resumed_from: Path | None,
+    *,
+    beat: Callable[[str], object],
 ) -> Hooks:
     """Build the hooks of the run, of which there are none with ``run.evaluate_only``."""
     run, stopping = experiment.run, experiment.early_stopping
@@ -214,7 +218,7 @@ def build_hooks(
             saves=experiment.checkpoint.keep_best is not None,
             patience=None if stopping.metric is None else stopping.patience,
         )
-    return Hooks(observed, own, experiment.hook)
+    return Hooks(observed, own, experiment.hook, beat)
 
 
 def unlogged_run(experiment: Experiment, folder: Path, engine: Engine) -> HookRun:

@@ -22,10 +22,17 @@ class Hooks:
         run: the object through which hooks see the run and make requests.
         own: hooks of the program itself, which make the same requests on every rank.
         chosen: the hooks of the configuration, by name.
+        beat: called with what follows, before each call of one of these, which may take long, and after all.
     """
 
-    def __init__(self, run: HookRun, own: Mapping[str, Hook], chosen: Mapping[str, Hook]) -> None:
-        self.run, self.chosen = run, dict(chosen)
+    def __init__(
+        self,
+        run: HookRun,
+        own: Mapping[str, Hook],
+        chosen: Mapping[str, Hook],
+        beat: Callable[[str], object] = str,
+    ) -> None:
+        self.run, self.chosen, self.beat = run, dict(chosen), beat
         self.hooks = [*own.items(), *chosen.items()]  # a hook may have the name of one of the program's own
         self.stop = False
         """Whether a hook has requested the end of the training."""
@@ -70,10 +77,13 @@ class Hooks:
         """
         shares = bool(self.chosen)  # before a hook is removed, which may have made a request on this rank
         for name, hook in list(self.hooks):
+            if hook is self.chosen.get(name):
+                self.beat(f"in {event} of hook.{name} at step {self.run.state.step}")
             method = partial(getattr(hook, event), replace(self.run, name=name))
             self._attempt(name, hook, event, partial(method, *arguments, **options))
         if shares:
             self._agree()
+            self.beat(f"after {event} of the hooks at step {self.run.state.step}")
         self.stop |= "stop" in self.run.requests
 
     def take(self, request: Request) -> bool:

@@ -163,7 +163,6 @@ def finish(training: TrainContext, record: RunRecord, folder: Path) -> None:
         if run.export:
             with naming_file(folder / "export"):
                 training.engine.export(folder / "export")
-    training.watchdog.beat("in the hooks at the end of the run")
     training.hooks.call("end", completed=report.stopped is None)
     if main:  # hooks may have logged metrics
         replace(record, results=report.results).write(folder)

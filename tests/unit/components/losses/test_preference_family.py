@@ -13,7 +13,7 @@ from components.contracts.loss import TokenStats
 from components.losses import CPO, DPO, ORPO
 from components.losses.cpo_orpo import log_odds
 from components.losses.preference_base import PairwiseLoss
-from components.losses.preference_formulas import PAIR_LOSSES
+from components.losses.preference_formulas import PAIR_LOSSES, loss_options
 from tests.unit.components.losses.test_preference import LENGTHS, SHUFFLED, empty, make, rows
 
 SMOOTHED = {"exo_pair": 1e-3, "robust": 0.1}
@@ -71,6 +71,17 @@ def test_an_empty_microbatch_adds_nothing(name: str) -> None:
     assert set(LOSSES[name].counts(empty()).values()) == {0}
     assert logps.grad is not None
     assert not logps.grad.any()
+
+
+@pytest.mark.parametrize("margin", [-8000.0, 8000.0])
+@pytest.mark.parametrize("kind", PAIR_LOSSES)
+def test_a_long_answer_that_the_model_has_left_far_behind_has_a_finite_loss(kind: str, margin: float) -> None:
+    options = {"discopop_tau": 0.05, "label_smoothing": SMOOTHED.get(kind, 0.0)}
+    read = {name: value for name, value in options.items() if name in loss_options(PAIR_LOSSES[kind])}
+    chosen = torch.tensor(margin, requires_grad=True)
+    PAIR_LOSSES[kind](chosen, torch.zeros(()), beta=1.0, **read).backward()
+    assert chosen.grad is not None
+    assert chosen.grad.isfinite()
 
 
 @pytest.mark.parametrize("name", ["rpo", "mpo", "cpo", "orpo"])

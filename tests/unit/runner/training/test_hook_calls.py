@@ -86,6 +86,15 @@ def hooks(engine: Ranks, own: dict[str, Hook] | None = None, **chosen: Hook) -> 
     return Hooks(run, own or {}, chosen)
 
 
+def test_each_hook_of_the_configuration_has_the_time_limit_for_itself() -> None:
+    beats: list[str] = []
+    two = hooks(Ranks(), {"own": Asks()}, first=Asks(), second=Asks())
+    two.beat = beats.append
+    two.call("after_step", None, None)
+    before = [f"in after_step of hook.{name} at step 7" for name in ("first", "second")]
+    assert beats == [*before, "after after_step of the hooks at step 7"]
+
+
 def test_requests_are_taken_once_and_a_stop_stays() -> None:
     asked = hooks(Ranks(), mine=Asks("save", "stop"))
     assert (asked.take("save"), asked.stop) == (False, False)
