@@ -78,7 +78,7 @@ class Layout:
     """Token exchange: all-gather over the ep x etp ranks, or all-to-all to the chosen experts' ranks."""
     moe_grouped_gemm: bool | None = None
     """Whether the experts of a rank are stacked in two parameters and computed together, in bf16 on GPUs of
-    compute capability 9.0 or above by one grouped product per projection. None means that they are, except if
+    compute capability 9.x or 10.x by one grouped product per projection. None means that they are, except if
     an adapter targets experts."""
     capacity_factor: float | None = None
     """Maximum load of an expert, as a multiple of its even share of a rank's tokens. None means no limit."""
