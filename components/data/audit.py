@@ -9,7 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from components.data.records.formats import KINDS
-from components.data.store.token_store import BadRecord, Bools, FilterResult, TokenSequences
+from components.data.store.token_sequences import Bools, TokenSequences
+from components.data.store.token_store import BadRecord, FilterResult
 
 LISTED = 10
 """Number of bad records of a source that the audit lists."""

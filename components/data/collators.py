@@ -7,7 +7,7 @@ import torch
 
 from components.contracts.batch import DESIRABLE, IGNORE, KL_COMPLETION, UNDESIRABLE, Batch
 from components.data.packing import Ints
-from components.data.store.token_store import TokenSequences
+from components.data.store.token_sequences import TokenSequences
 
 
 def collate_packed(store: TokenSequences, rows: Sequence[Ints], pad_id: int) -> Batch:

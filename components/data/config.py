@@ -25,8 +25,9 @@ from components.data.packing import Packing, PlanOptions
 from components.data.plans import count_steps
 from components.data.progress import show_progress
 from components.data.splits import SourceTokens, Split, held_out, indexed_source, plan_eval
+from components.data.store.digests import digest
 from components.data.store.indexed import indexed_prefix
-from components.data.store.token_store import Bools, Ints, digest
+from components.data.store.token_sequences import Bools, Ints
 from components.data.stream.chunks import Stream
 from components.data.stream.producer import Producer, StreamReader
 from components.data.stream.stream_loader import StreamLoader

@@ -30,7 +30,7 @@ from components.data.records.record_files import (
     warn_of_unread_files,
 )
 from components.data.records.samples import Sample
-from components.data.store.token_store import digest, file_digest
+from components.data.store.digests import digest, file_digest
 from components.home import expand_home
 
 STAGES = {"text": "pt", "chat": "sft", "preference": "dpo", "ranked": "rm", "unpaired": "kto"}

@@ -9,7 +9,7 @@ from components.contracts.batch import Batch
 from components.contracts.data import BatchShard, BatchStats
 from components.data.collators import collate_packed, collate_padded, prefix_lengths
 from components.data.packing import Ints, Plan
-from components.data.store.token_store import TokenSequences
+from components.data.store.token_sequences import TokenSequences
 
 
 @dataclass(frozen=True)

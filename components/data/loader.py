@@ -18,15 +18,11 @@ from components.data.packing import Ints, PlanOptions
 from components.data.plans import REPEATS, CachedPlans, StepIndex
 from components.data.store.checked_files import load_array
 from components.data.store.concat_store import ConcatTokens
+from components.data.store.digests import digest
 from components.data.store.indexed import IndexedTokens
 from components.data.store.reference_logps import ReferenceLogps
-from components.data.store.token_store import (
-    Bools,
-    TokenSequences,
-    TokenStore,
-    digest,
-    list_bad_records,
-)
+from components.data.store.token_sequences import Bools, TokenSequences
+from components.data.store.token_store import TokenStore, list_bad_records
 from components.data.stream.chunks import Stream
 
 SHOWN_SAMPLES, SHOWN_TOKENS = 3, 1000

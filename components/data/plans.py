@@ -16,7 +16,7 @@ from components.data import packing
 from components.data.packing import Plan, PlanOptions, plan_epoch
 from components.data.shared_prefix import shared_lengths
 from components.data.store.checked_files import DamagedFile, load_array, save_array
-from components.data.store.token_store import Ints, TokenSequences
+from components.data.store.token_sequences import Ints, TokenSequences
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from components.data.store.token_store import Ints, TokenSequences
+from components.data.store.token_sequences import Ints, TokenSequences
 
 
 def shared_lengths(store: TokenSequences) -> Ints:

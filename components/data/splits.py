@@ -16,15 +16,10 @@ from components.data.loader import SplitFiles, StoreFiles
 from components.data.packing import Packing, PlanOptions, hold_out
 from components.data.plans import CachedPlans, count_steps
 from components.data.store.concat_store import ConcatTokens
+from components.data.store.digests import digest, file_digest
 from components.data.store.indexed import IndexedTokens
-from components.data.store.token_store import (
-    Bools,
-    FilterResult,
-    Ints,
-    TokenSequences,
-    digest,
-    file_digest,
-)
+from components.data.store.token_sequences import Bools, Ints, TokenSequences
+from components.data.store.token_store import FilterResult
 from components.data.tokenize.encoder import Encoder
 
 

@@ -1,30 +1,23 @@
 """Checks in the parent process, before ranks are spawned."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, cast
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from components.accelerator import UNSUPPORTED, find_accelerator
 from components.adapters.target_modules import matches
 from components.checkpoint import read_meta
 from components.contracts.configs import AdapterConfig, ModelConfig
-from components.contracts.device import DeviceKind
 from components.contracts.errors import CompletedError, ConfigError
 from components.contracts.hook import Hook
 from components.contracts.parallelism import ParallelismSpec
 from components.engines.megatron import Megatron
-from components.engines.megatron.float8 import RECIPES
 from components.models import ModelSpec
 from components.models.attention_shape import attention_shape
 from components.models.scalar_head import has_scalar_head, output_head, ties_embedding
 from components.optimizers.muon import HEADS, Muon
 from components.preflight.engine_layouts import EngineLayout
-from components.preflight.estimates.data_sheets import GPUS
-from components.preflight.estimates.device_specs import PROGRAM, machine_memory
 from components.yaml_text import parse_yaml
 
 log = logging.getLogger(__name__)
@@ -98,68 +91,6 @@ def check_forecast(mode: str, layout: ParallelismSpec, dtype: str) -> None:
         )
 
 
-def resolve_device(device: Literal["auto", DeviceKind], name: str | None = None) -> DeviceKind:
-    """Resolve ``auto`` to ``cuda`` if ``name`` is given, else to this machine's accelerator, else to ``cpu``.
-
-    ``name`` is the GPU of a forecast, which need not be in this machine.
-
-    Raises:
-        ConfigError: if ``device`` is not available here, or is not CUDA although a GPU is named.
-    """
-    if name is not None:
-        if device not in ("auto", "cuda"):
-            raise ConfigError(
-                f"preflight.device_name: {name} is a GPU, and run.device={device}; use run.device=auto."
-            )
-        return "cuda"
-    if device in UNSUPPORTED:
-        raise ConfigError(f"run.device: {device} does not train ({UNSUPPORTED[device]}); use run.device=cpu.")
-    found = find_accelerator()
-    here: DeviceKind = "cpu" if found is None else cast(DeviceKind, found.type)
-    if device not in ("auto", "cpu", here):
-        raise ConfigError(
-            f"run.device: is {device}, but no {device.upper()} device is visible; use run.device=auto or cpu."
-        )
-    return here if device == "auto" else device
-
-
-def check_float8(device: str, name: str | None, layout: ParallelismSpec) -> None:
-    """Raise ConfigError if the device (the GPU ``name``, if given) has no float8 products of ``layout``.
-
-    The CPU is accepted, because its products are computed from the rounded values.
-    """
-    if device not in ("cpu", "cuda"):
-        raise ConfigError("run.dtype: fp8 is for NVIDIA GPUs and the CPU; use run.dtype=bf16.")
-    needed = RECIPES[layout.fp8_recipe].capability if isinstance(layout, Megatron) else (8, 9)
-    has = needed
-    if device == "cuda" and (name is None or name in GPUS):  # other names are refused with a list of them
-        has = torch.cuda.get_device_capability() if name is None else GPUS[name].capability
-    if has < needed:
-        least, where = ".".join(map(str, needed)), name or torch.cuda.get_device_name()
-        other = "another parallelism.fp8_recipe, or " if needed > (8, 9) else ""
-        raise ConfigError(
-            f"run.dtype: fp8 needs a GPU of compute capability {least} or above here (8.9 is Ada, 9.0 "
-            f"Hopper, 10.0 Blackwell), which {where} is not; use {other}run.dtype=bf16."
-        )
-
-
-def check_ranks(world_size: int, device: str, local_ranks: int) -> None:
-    """Raise ConfigError if this machine has too few GPUs for its ranks, or on CPU too little memory."""
-    bearable = machine_memory() // PROGRAM
-    if device == "cpu" and local_ranks > bearable:
-        raise ConfigError(
-            f"parallelism.dp: this layout takes {local_ranks} ranks (tp x pp x cp x dp), and this machine "
-            f"has memory for {bearable} processes of one run; lower a size, or only forecast the run with "
-            "preflight.mode=only."
-        )
-    if device != "cpu" and local_ranks > torch.accelerator.device_count():
-        raise ConfigError(
-            f"parallelism.dp: this layout takes {world_size} ranks (tp x pp x cp x dp) on "
-            f"{torch.accelerator.device_count()} visible GPU(s); lower a size, or run on the CPU with "
-            "run.device=cpu and the GPUs hidden (CUDA_VISIBLE_DEVICES= without a value)."
-        )
-
-
 def check_restarts(max_restarts: int, joined: bool) -> None:
     """Raise ConfigError if the runner is to restart ranks that another launcher has started."""
     if max_restarts and joined:
@@ -219,36 +150,6 @@ def check_model_fits_data(
         )
 
 
-def check_evaluation(key: str, wanted: float, has_eval: bool, option: str) -> None:
-    """Raise ConfigError if evaluations are due without data for them, which ``option`` would name."""
-    if wanted and not has_eval:
-        raise ConfigError(
-            f"run.{key}: is {str(wanted).removesuffix('.0')}, but there is no evaluation data; set {option} "
-            f"or data.eval_fraction, or use run.{key}={'false' if key == 'eval_on_start' else 0}."
-        )
-
-
-def check_evaluated_checkpoint(asked: str, found: Path | None, runs: Path) -> None:
-    """Raise ConfigError if an evaluation of the newest checkpoint of ``runs`` has found none."""
-    if asked == "auto" and found is None:
-        raise ConfigError(
-            f"checkpoint.resume: is auto, but {runs} has no run with a checkpoint to evaluate; correct "
-            "run.name or run.output_dir, or name the run's folder."
-        )
-
-
-def check_evaluated_reference(choice: str, *, other: bool) -> None:
-    """Raise ConfigError if weights without their run would be evaluated against themselves.
-
-    ``choice`` is ``ReferenceSource.choice``, and ``other`` whether the reference is another model.
-    """
-    if choice in ("frozen", "precomputed") and not other:
-        raise ConfigError(
-            f"stage.reference: is {choice}, but an evaluation without the run compares the weights with "
-            "themselves, so all rewards are 0; set stage.reference_path to the model before this training."
-        )
-
-
 def check_head_dim(optimizer: object, model: PreTrainedModel, *, adapted: bool) -> None:
     """Raise ConfigError if Muon's ``optimizer.head_dim`` is not the number of rows of a head of ``model``.
 
@@ -272,19 +173,6 @@ def check_head_dim(optimizer: object, model: PreTrainedModel, *, adapted: bool) 
         )
 
 
-def check_evaluate_only(has_eval: bool, hooks: Iterable[str], option: str) -> None:
-    """Raise ConfigError if a run that only evaluates has hooks, or has no evaluation data.
-
-    ``option`` is the name of the option for such data, for the message.
-    """
-    if hooks := sorted(hooks):
-        raise ConfigError(f"hook.{hooks[0]}: run.evaluate_only trains nothing to observe; leave it out.")
-    if not has_eval:
-        raise ConfigError(
-            f"run.evaluate_only: there is no evaluation data; set {option} or data.eval_fraction."
-        )
-
-
 def check_steps(steps: int, available: int) -> None:
     """Raise ConfigError if a proof or a rehearsal takes more ``steps`` than are ``available`` in the run."""
     if steps > available:
@@ -301,20 +189,6 @@ def check_length(num_steps: int, resume: Path | None) -> None:
         raise CompletedError(
             f"run.max_steps: {resume} has {done} steps already and the run ends at {num_steps}; "
             "raise run.max_steps or run.epochs, or take an earlier checkpoint.",
-            resume.absolute().parent.parent,
-        )
-
-
-def check_early_stop(metric: str, mode: str, patience: int, resume: Path | None) -> None:
-    """Raise CompletedError if early stopping has already ended the resumed run."""
-    if resume is None:
-        return
-    state = read_meta(resume).state
-    evaluations = state.get("evals_since_best", 0)
-    if evaluations >= patience and state.get("best_of") == f"{mode} {metric}":
-        raise CompletedError(
-            f"early_stopping.metric: in {resume}, {metric} has not improved for {evaluations} evaluations "
-            f"already; set early_stopping.patience above {evaluations}, or early_stopping.metric=null.",
             resume.absolute().parent.parent,
         )
 
@@ -411,21 +285,6 @@ def check_generating_hooks(scalar_head: bool, hooks: Mapping[str, Hook]) -> None
             )
 
 
-def may_request_evaluations(hooks: Mapping[str, Hook]) -> bool:
-    """Return whether a hook may request evaluations; those of this program do not."""
-    return any(not type(hook).__module__.startswith("components.hooks") for hook in hooks.values())
-
-
-def check_evaluating_hooks(hooks: Mapping[str, Hook], *, evaluates: bool) -> None:
-    """Raise ConfigError if a hook acts after evaluations, and the run has none."""
-    for name, hook in hooks.items():
-        if hook.needs_evaluations and not evaluates:
-            raise ConfigError(
-                f"hook.{name}: acts after evaluations, and this run has none; set data.eval or "
-                "data.eval_fraction, and run.eval_every or run.eval_at_end=true."
-            )
-
-
 def check_normalisation(normalize: str | None, packing: str) -> None:
     """Raise ConfigError if the loss is a mean over sequences, but packing splits samples across rows."""
     if normalize == "sequence" and packing == "concat":
@@ -445,31 +304,12 @@ def warn_of_random_weights(model: ModelConfig, adapter: AdapterConfig | None) ->
         )
 
 
-def warn_of_held_out(fraction: float) -> None:
-    log.warning(
-        "data.eval_fraction=%g: this share of the samples is held out, but not evaluated in this run; use "
-        "python -m runner.evaluate.",
-        fraction,
-    )
-
-
 def warn_of_constant_reference(sync_every: int, num_steps: int) -> None:
     """Warn if the run ends before the reference is first mixed with the trained model."""
     if sync_every > num_steps:
         log.warning(
             "stage.sync_reference_every=%d: the run has %d steps, so the reference model is never updated.",
             sync_every,
-            num_steps,
-        )
-
-
-def warn_of_late_evaluations(watching: Iterable[str], num_steps: int) -> None:
-    """Warn that the options ``watching`` wait for evaluations of which none is due before the end."""
-    for key in watching:
-        log.warning(
-            "%s: no evaluation is due before the end of the run, after %d steps; run.eval_every may be a "
-            "share of the run, such as 0.1.",
-            key,
             num_steps,
         )
 

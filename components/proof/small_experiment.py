@@ -9,8 +9,8 @@ from components.contracts.configs import AdapterConfig, DataConfig, ModelConfig
 from components.contracts.json_types import Config, Json
 from components.contracts.parallelism import ParallelismSpec
 from components.data.data_sources import FileSource
+from components.data.store.digests import digest
 from components.data.store.indexed import indexed_prefix
-from components.data.store.token_store import digest
 from components.models import ModelSpec
 from components.proof.small_layout import layout_sizes
 from components.proof.small_model import Limits, small_config

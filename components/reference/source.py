@@ -13,7 +13,7 @@ from components.contracts.configs import AdapterConfig, ModelConfig
 from components.contracts.engine import Reference
 from components.contracts.errors import ConfigError
 from components.contracts.loss import Loss
-from components.data.store.token_store import digest
+from components.data.store.digests import digest
 from components.models import ModelSpec, named_shapes
 
 OPTION, SYNC = "stage.reference_path", "stage.sync_reference_every"

@@ -29,9 +29,21 @@ from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.loggers import terminal
 from components.preflight import checks
+from components.preflight.device_checks import check_float8, check_ranks, resolve_device
 from components.preflight.engine_layouts import known_parts
 from components.preflight.estimates.device_specs import find_device
 from components.preflight.eval_metrics import check_watched_metric, check_watched_set
+from components.preflight.evaluation_checks import (
+    check_early_stop,
+    check_evaluate_only,
+    check_evaluated_checkpoint,
+    check_evaluated_reference,
+    check_evaluating_hooks,
+    check_evaluation,
+    may_request_evaluations,
+    warn_of_held_out,
+    warn_of_late_evaluations,
+)
 from components.preflight.search.candidate import Candidate
 from components.rank_info import RankInfo, check_place
 from components.reference.source import ReferenceSource, about_reference
@@ -112,12 +124,12 @@ class RunPreparation:
                 checks.warn_of_random_weights(experiment.model, experiment.adapter)
             data = self.prepare_data()
             if not may_evaluate(experiment) and (fraction := getattr(experiment.data, "eval_fraction", 0.0)):
-                checks.warn_of_held_out(fraction)
+                warn_of_held_out(fraction)
             if not run.evaluate_only:
                 checks.warn_of_constant_reference(self.reference.sync_every, data.num_steps)
-                requests = checks.may_request_evaluations(experiment.hook)
+                requests = may_request_evaluations(experiment.hook)
                 if not (requests or run.evaluates_within(data.num_steps)):
-                    checks.warn_of_late_evaluations(watched_metrics(experiment), data.num_steps)
+                    warn_of_late_evaluations(watched_metrics(experiment), data.num_steps)
         if data.streamed:
             save_every_epochs = experiment.checkpoint.save_every_epochs
             checks.check_stream(run.eval_every_epochs, save_every_epochs, self.reference.choice)
@@ -229,15 +241,15 @@ class RunPreparation:
         if checkpoint.resume != "auto":  # "auto" uses init_from if there is no checkpoint to resume from
             checks.check_start(self.config["checkpoint"]["init_from"], resume)
         if run.evaluate_only:
-            checks.check_evaluate_only(bool(data.eval), experiment.hook, self.evaluation_data)
-            checks.check_evaluated_checkpoint(checkpoint.resume, resume, Path(run.output_dir, run.name))
+            check_evaluate_only(bool(data.eval), experiment.hook, self.evaluation_data)
+            check_evaluated_checkpoint(checkpoint.resume, resume, Path(run.output_dir, run.name))
             return resume
         for key, metric in watched_metrics(experiment).items():
             check_watched_set(metric, experiment.stage, data.eval, key)
         for name in ("eval_every", "eval_every_epochs", "eval_on_start"):
-            checks.check_evaluation(name, getattr(run, name), bool(data.eval), self.evaluation_data)
-        due = run.evaluates_after_steps or checks.may_request_evaluations(experiment.hook)
-        checks.check_evaluating_hooks(experiment.hook, evaluates=bool(data.eval) and due)
+            check_evaluation(name, getattr(run, name), bool(data.eval), self.evaluation_data)
+        due = run.evaluates_after_steps or may_request_evaluations(experiment.hook)
+        check_evaluating_hooks(experiment.hook, evaluates=bool(data.eval) and due)
         left, profiler = data.num_steps - checks.steps_done(resume), experiment.profiler
         if profiler.enabled:
             checks.check_profiled_ranks(profiler.ranks, self.world_size)
@@ -250,7 +262,7 @@ class RunPreparation:
         stopping = experiment.early_stopping
         watched = watched_metric(run, checkpoint, stopping, hooks_evaluate=True)
         if watched is not None and stopping.metric is not None:
-            checks.check_early_stop(watched.name, watched.mode, stopping.patience, resume)
+            check_early_stop(watched.name, watched.mode, stopping.patience, resume)
         if profiler.enabled:
             checks.check_profiled_steps(profiler.steps[1], left)
         return resume
@@ -369,22 +381,22 @@ def check_launch(
     reference = experiment.reference
     if run.evaluate_only and checkpoint.resume == "never":
         is_other = reference.is_separate_model or experiment.adapter is not None  # without the adapter
-        checks.check_evaluated_reference(reference.choice, other=is_other)
+        check_evaluated_reference(reference.choice, other=is_other)
     check_place(os.environ)
     check_forwarding(os.environ)
     place = RankInfo.read()
     name, evaluates, joined = ahead.device_name, run.evaluate_only, place.launched
     checks.check_modes(ahead.mode, ahead.devices, name, run.device, joined=joined, evaluates=evaluates)
     checks.check_forecast(ahead.mode, experiment.parallelism, run.dtype)
-    device = "cpu" if ahead.mode == "prove" else checks.resolve_device(run.device, name)
+    device = "cpu" if ahead.mode == "prove" else resolve_device(run.device, name)
     gpus = 0 if device == "cpu" else torch.accelerator.device_count()
     world_size = experiment.parallelism.world_size(os.environ, gpus)
     local_ranks = place.local_world_size if place.launched else world_size
     checks.check_rehearsed_rank(ahead.rank, world_size)
     if run.dtype == "fp8":
-        checks.check_float8(device, name, experiment.parallelism)
+        check_float8(device, name, experiment.parallelism)
     if ahead.mode == "check":
-        checks.check_ranks(world_size, device, local_ranks)
+        check_ranks(world_size, device, local_ranks)
     checks.check_restarts(run.max_restarts, place.launched)
     launch = RunPreparation(
         config=config,
@@ -479,7 +491,7 @@ def checked_experiment(config: Config, where: ConfigSources) -> tuple[Experiment
     check_unread_options(experiment, config, where)
     for key, metric in watched_metrics(experiment).items():
         check_watched_metric(metric, experiment.stage, key)
-    hooks_evaluate = checks.may_request_evaluations(experiment.hook)
+    hooks_evaluate = may_request_evaluations(experiment.hook)
     watched_metric(
         experiment.run, experiment.checkpoint, experiment.early_stopping, hooks_evaluate=hooks_evaluate
     )

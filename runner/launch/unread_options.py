@@ -8,7 +8,7 @@ from operator import getitem
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Config
 from components.hooks import Samples
-from components.preflight.checks import may_request_evaluations
+from components.preflight.evaluation_checks import may_request_evaluations
 from runner.config.instantiate import Experiment
 from runner.config.sources import ConfigSources, name_of
 from runner.launch.slurm_env import MAX_REQUEUES

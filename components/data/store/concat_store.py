@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from components.data.store.token_store import Array, Bools, Floats, Ints, TokenSequences
+from components.data.store.token_sequences import Array, Bools, Floats, Ints, TokenSequences
 
 
 class ConcatTokens:

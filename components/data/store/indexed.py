@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from components.contracts.errors import ConfigError
-from components.data.store.token_store import Array, Bools, FilterResult, Floats, Ints
+from components.data.store.token_sequences import Array, Bools, Floats, Ints
+from components.data.store.token_store import FilterResult
 from components.home import expand_home
 
 _MAGIC = b"MMIDIDX\x00\x00"

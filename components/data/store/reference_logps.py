@@ -22,7 +22,7 @@ from filelock import FileLock
 from components.contracts.batch import IGNORE, Batch
 from components.contracts.errors import TrainingError
 from components.data.store.checked_files import DamagedFile, load_array, save_array
-from components.data.store.token_store import Bools, Ints
+from components.data.store.token_sequences import Bools, Ints
 
 log = logging.getLogger(__name__)
 

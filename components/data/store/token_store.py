@@ -1,6 +1,5 @@
 """Token files, written once, as a whole or not at all, and read memory-mapped by every process."""
 
-import hashlib
 import json
 import shutil
 import time
@@ -12,7 +11,7 @@ from functools import cached_property
 from gzip import BadGzipFile
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +21,9 @@ from components.checksum import checksum
 from components.contracts.errors import ConfigError
 from components.data.records.split_pairs import pair_numbers
 from components.data.store.checked_files import DamagedFile, HashedFile, read_checked_json, write_checked_json
+from components.data.store.token_sequences import Array, Bools, Floats, Ints
 from components.json_text import as_type
 
-Array = npt.NDArray[Any]
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 LeftOut = Literal["dropped", "unsupervised", "identical"]
 """Reason why a sample is left out: it exceeds ``data.max_length``, has no target, or is a pair of equal
 answers."""
@@ -37,47 +33,8 @@ BAD_RECORDS = "bad_records.jsonl"
 """Name of the file in a run's folder that lists the records that are left out because they cannot be read."""
 _BAD = "bad_records"
 """Name of the file in a token store that has a line of JSON for each ``BadRecord``."""
-_MEMO_BYTES = 2**26  # digests of larger files are cached by size and time
 _SAVE_S = 10.0  # seconds of tokenising that a kill may cost
 _PERMANENT = (BadGzipFile, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
-
-
-class TokenSequences(Protocol):
-    """Sequences of tokens. Sample ``i`` is sequence ``i``, or sequences ``2 * i`` and ``2 * i + 1``.
-
-    The two sequences are the chosen and the rejected one of a pair or, in unpaired data, the prompt with its
-    own answer and the prompt with the answer of another record.
-    """
-
-    @property
-    def sequences_per_sample(self) -> int: ...
-
-    @property
-    def desirable(self) -> Bools | None:
-        """Whether each sample of unpaired data is desirable, bool. None means other data."""
-
-    @property
-    def margins(self) -> Floats | None:
-        """Margin of each sample of ranked data, float64. None means other data."""
-
-    @property
-    def lengths(self) -> Ints:
-        """int64 ``[S]``: the number of tokens of each sequence."""
-
-    def tokens(self, sequence: int, start: int, stop: int) -> Array:
-        """Return token ids ``start`` to ``stop - 1`` of a sequence, in the dtype of the file.
-
-        The result is shorter if ``stop`` is beyond the end of the sequence.
-        """
-
-    def mask(self, sequence: int, start: int, stop: int) -> Bools:
-        """Return which of the tokens ``start`` to ``stop - 1`` are targets of the loss, bool ``[n]``.
-
-        The result is shorter if ``stop`` is beyond the end of the sequence.
-        """
-
-    def origin(self, sample: int) -> str:
-        """Return the source of the sample and the number of its record, from 1: ``data.train:17``."""
 
 
 @dataclass(frozen=True)
@@ -479,26 +436,3 @@ class TokenStore:
     def _map(self, name: str, kind: npt.DTypeLike) -> Array:
         # As a plain array: np.memmap's own class makes every small slice ten times slower.
         return np.asarray(np.memmap(self.path / name, dtype=kind, mode="r"))
-
-
-def digest(value: object) -> str:
-    """Return a hash of a value that JSON can hold, as 32 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def file_digest(path: Path, cache: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits.
-
-    That of a file of at least ``_MEMO_BYTES`` is cached in the folder ``cache``, by path, size, modification
-    time and inode.
-    """
-    stat = path.stat()
-    memo = cache / "digests" / digest([str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino])
-    with suppress(DamagedFile):
-        return str(read_checked_json(memo)["sha256"])
-    with path.open("rb") as file:
-        value = hashlib.file_digest(file, "sha256").hexdigest()
-    if stat.st_size >= _MEMO_BYTES:
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        write_checked_json(memo, {"sha256": value})
-    return value

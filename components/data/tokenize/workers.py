@@ -35,13 +35,13 @@ from components.data.progress import show_progress
 from components.data.records.formats import normalize
 from components.data.records.options import RecordError
 from components.data.records.record_files import Unreadable
+from components.data.store.digests import digest
 from components.data.store.token_store import (
     CorruptTokenStore,
     StoreWriter,
     TokenChunk,
     TokenStore,
     WorkerLost,
-    digest,
 )
 from components.data.tokenize.encoder import Encoder, EncoderInput, encoder_inputs
 

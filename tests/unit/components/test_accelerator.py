@@ -14,7 +14,7 @@ from components.contracts.device import DeviceKind
 from components.contracts.errors import ConfigError
 from components.engines.fsdp2.state_dict import restore_rng, rng_tensors
 from components.engines.shared import process_group
-from components.preflight.checks import check_ranks, resolve_device
+from components.preflight.device_checks import check_ranks, resolve_device
 from components.preflight.estimates.device_specs import find_device
 from components.rank_info import GPU_SHARERS
 

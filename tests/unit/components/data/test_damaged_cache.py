@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from components.contracts.data import BatchShard
 from components.data import FilesData, PreparedData
-from components.data.store import token_store as store_module
+from components.data.store import digests
 from components.data.tokenizer import PATH
 from tests.unit.components.data.store.test_token_store import empty, flip
 
@@ -60,7 +60,7 @@ def test_damage_is_found_and_made_good(
     name: str,
     damage: Callable[[Path], object],
 ) -> None:
-    monkeypatch.setattr(store_module, "_MEMO_BYTES", 1)
+    monkeypatch.setattr(digests, "_MEMO_BYTES", 1)
     prepared = prepare(tmp_path)
     before = trained_on(prepared)
     pattern = "digests/*" if name not in (*TOKENS, *PLANS) else f"**/{name}"

@@ -15,7 +15,7 @@ from components.contracts.batch import IGNORE
 from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.data import FilesData, PreparedData, StdlibData, data_sources
-from components.data.store.token_store import digest
+from components.data.store.digests import digest
 from components.data.tokenize import encoder
 from components.json_text import as_type
 from tests.unit.components.data.store.test_indexed import write_indexed

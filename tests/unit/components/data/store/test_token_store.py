@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 
 from components.contracts.errors import ConfigError
+from components.data.store import digests
 from components.data.store import token_store as store_module
 from components.data.store.checked_files import read_checked_json, write_checked_json
 from components.data.store.concat_store import ConcatTokens
+from components.data.store.digests import file_digest
+from components.data.store.token_sequences import Array
 from components.data.store.token_store import (
-    Array,
     CorruptTokenStore,
     StoreWriter,
     TokenChunk,
     TokenStore,
     WorkerLost,
-    file_digest,
 )
 
 
@@ -239,9 +240,9 @@ def test_the_digest_of_a_large_file_is_remembered(tmp_path: Path, monkeypatch: p
     path.write_text("one")
     small = file_digest(path, cache)
     assert not cache.exists()
-    monkeypatch.setattr(store_module, "_MEMO_BYTES", 1)
+    monkeypatch.setattr(digests, "_MEMO_BYTES", 1)
     assert file_digest(path, cache) == small
-    monkeypatch.setattr(store_module.hashlib, "file_digest", None)  # must not be called again
+    monkeypatch.setattr(digests.hashlib, "file_digest", None)  # must not be called again
     assert file_digest(path, cache) == small
     monkeypatch.undo()
     path.write_text("another")

@@ -6,7 +6,7 @@ import torch
 from components.contracts.errors import ConfigError
 from components.engines.fsdp2 import FSDP2, float8
 from components.models import ModelSpec
-from components.preflight.checks import check_float8
+from components.preflight.device_checks import check_float8
 from tests.unit.components.models.test_models import TINY
 
 

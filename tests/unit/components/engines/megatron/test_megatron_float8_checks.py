@@ -11,7 +11,7 @@ from components.engines.megatron import Megatron
 from components.engines.megatron.runtime.transformer_config import transformer_config
 from components.models import ModelSpec
 from components.optimizers import AdamW
-from components.preflight.checks import check_float8
+from components.preflight.device_checks import check_float8
 from tests.unit.components.engines.megatron.test_megatron_checks import SHAPE
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96}
