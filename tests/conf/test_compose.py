@@ -16,9 +16,10 @@ from omegaconf import OmegaConf
 from components.adapters.lora_config import LoRA
 from components.contracts.errors import ConfigError
 from components.preflight.search.layout_search import DEFAULTS
+from components.schedulers import WSD
 from runner.conf_folder import config_dir
 from runner.config.command_line import single_job_overrides
-from runner.config.instantiate import NAMED, build_component, build_named
+from runner.config.instantiate import NAMED, build_component, build_experiment, build_named
 from runner.config.sources import ConfigSources
 from tests.e2e.commands import call_here, composed
 
@@ -172,6 +173,11 @@ def test_a_launcher_that_splits_a_copy_is_refused() -> None:
 def test_an_experiment_composes(choice: str) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         compose("config", [choice])
+
+
+def test_one_batch_is_learnt_with_the_scheduler_of_an_experiment() -> None:
+    words = ("debug=overfit", "experiment=pretrain_wsd", "run.name=x")
+    assert build_experiment(composed(words), ConfigSources()).scheduler == WSD(decay_steps=40)
 
 
 @pytest.mark.parametrize("sweep", SWEEPS)
