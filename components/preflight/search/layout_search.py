@@ -1,6 +1,6 @@
 """``preflight.mode=plan``: a search for the layouts with the shortest estimated step time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from components.contracts.errors import ConfigError
@@ -138,7 +138,22 @@ def plan(case: Candidate, devices: int) -> Report:
         f"{as_seconds(row['seconds'])} a step, {as_size(row['memory'])} a rank: {row['overrides']}"
         for row in rows
     ]
+    texts += refused_engines(case, devices, found)
     return Report(
         {"device": device_section(case), "plan": rows},
         {"plan": "\n".join(texts), "short rows": short_rows_line(case)},
     )
+
+
+def refused_engines(case: Candidate, devices: int, found: Sequence[PlanResult]) -> list[str]:
+    """Return a line for each engine without a layout in ``found`` that refuses the run on its first mesh."""
+    lines, absent = [], {*DEFAULTS} - {each.overrides[0].partition("=")[2] for each in found}
+    for engine in sorted(absent):
+        tried = (candidate_on(mesh, case) for mesh in meshes(case, devices) if mesh[0] == engine)
+        first = next(filter(None, tried), None)
+        try:
+            if first is not None:
+                first[1].check()
+        except ConfigError as error:
+            lines.append(f"none with parallelism={engine}: {error}")
+    return lines

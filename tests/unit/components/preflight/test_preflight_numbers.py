@@ -28,7 +28,7 @@ from components.preflight.estimates.step_time import (
     step_work,
 )
 from components.preflight.search.candidate import Candidate
-from components.preflight.search.layout_search import search
+from components.preflight.search.layout_search import plan, search
 from components.preflight.search.memory_advice import Variation, candidates, check_fits
 from components.rank_info import MEMORY_SHARERS
 from runner.config.sources import ConfigSources
@@ -364,6 +364,12 @@ def test_a_plan_of_one_micro_batch_per_step(folder: Path) -> None:
     limited = replace(found, device=replace(DEVICE, memory=totals[2]))
     plans = [each.overrides for each in search(limited, step_work(limited), devices=2)]
     assert any({"parallelism=fsdp2", "parallelism.dp=2"} < set(plan) for plan in plans)
+
+
+def test_a_plan_says_why_it_has_no_layout_of_an_engine(folder: Path) -> None:
+    found = replace(case(folder, "run.compile=true", "data.max_length=16", data="one"), device=DEVICE)
+    assert "none with parallelism=megatron: run.compile: " in plan(found, 2).lines["plan"]
+    assert "none with" not in plan(replace(found, compiled=False), 2).lines["plan"]
 
 
 def test_a_reference_is_not_checked_like_a_trained_model() -> None:
