@@ -15,6 +15,7 @@ from components.data.store.token_store import BadRecord, FilterResult
 LISTED = 10
 """Number of bad records of a source that the audit lists."""
 _FEW_STOPS = 0.1
+_MANY_LEFT_OUT = 0.5
 _CHATS = [name for name, kind in KINDS.items() if kind == "chat"]
 
 
@@ -102,6 +103,12 @@ class Audit:
             for source in split.sources
             for text, count in counts.items()
             if getattr(source, count)
+        ]
+        found += [
+            f"{source.name}: {left:,} sample(s) without a target, or too long, are left out, and "
+            f"{source.samples:,} are kept; raise data.max_length if that is not meant."
+            for source in self.train.sources
+            if (left := source.unsupervised + source.dropped) > _MANY_LEFT_OUT * (left + source.samples)
         ]
         return found + [
             f"{source.name}: {source.stop_token_trained:.1%} of the samples end with a stop token that is "

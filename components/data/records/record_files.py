@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -98,13 +99,14 @@ def read_records(path: str) -> Records:
 
     Raises:
         ConfigError: at once if the path is missing, or is or holds a pipe, a device or a socket; while
-            records are read if a file is unreadable, malformed, empty or of an unknown kind.
+            records are read if a file is unreadable, malformed or of an unknown kind, or if all are empty.
     """
     sources = _matches(path)
     size = sum(file.stat().st_size for file in matching_files(path))
     reading = Reading(size)
-    each = (_not_empty(_read_path(source, reading), source) for source in sources)
-    return Records(chain.from_iterable(each), reading)
+    each = (_read_path(source, reading) for source in sources)
+    found = chain.from_iterable(each if len(sources) == 1 else map(_warn_if_empty, each, sources))
+    return Records(_not_empty(found, path), reading)
 
 
 def matching_files(path: str) -> list[Path]:
@@ -193,12 +195,25 @@ def _below(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in files)
 
 
-def _not_empty(records: Iterator[Item], source: Path) -> Iterator[Item]:
-    count = 0
-    for count, item in enumerate(records, start=1):  # noqa: B007
-        yield item
-    if count == 0:
+def _not_empty(records: Iterator[Item], source: str) -> Iterator[Item]:
+    if (first := next(records, None)) is not None:
+        yield first
+        yield from records
+    else:
         raise ConfigError(f"{source}: holds no record. Give a file with at least one.")
+
+
+def _warn_if_empty(records: Iterator[Item], source: Path) -> Iterator[Item]:
+    if (first := next(records, None)) is not None:
+        yield first
+        yield from records
+    else:
+        _log_empty(source)
+
+
+@cache  # a folder may be read many times
+def _log_empty(source: Path) -> None:
+    log.warning("%s: holds no record", source)
 
 
 def _read_folder(folder: Path, reading: Reading) -> Iterator[Item]:
@@ -208,7 +223,7 @@ def _read_folder(folder: Path, reading: Reading) -> Iterator[Item]:
             f"{folder}: holds no {_EXTENSIONS} file, and is not a saved dataset. Check the folder."
         )
     for file in files:
-        yield from _not_empty(_read_file(file, reading), file)
+        yield from _warn_if_empty(_read_file(file, reading), file)
 
 
 def warn_of_unread_files(path: str) -> None:
@@ -384,6 +399,9 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[Item]:
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            names = Counter(file.schema_arrow.names)
+            if twice := [name for name, count in names.items() if count > 1]:
+                raise ConfigError(f"{path}: has two columns {twice[0]!r}. Rename or remove one.")
             for batch in file.iter_batches(batch_size=1024):
                 reading.at_row(row + batch.num_rows, file.metadata.num_rows)
                 for record in batch.to_pylist():

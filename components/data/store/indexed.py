@@ -83,6 +83,8 @@ class IndexedTokens:
         pointers = np.frombuffer(index, np.int64, count, start + 4 * count)
         kind = np.dtype(_TYPES[code])
         size = _with(prefix, ".bin").stat().st_size
+        if size == 0:
+            _fail(_with(prefix, ".bin"), "holds no token", "Give data.train a data set with at least one.")
         if size % kind.itemsize or size < int((pointers + lengths.astype(np.int64) * kind.itemsize).max()):
             _fail(_with(prefix, ".bin"), "does not fit its .idx", "Write both again.")
         buffer = np.asarray(np.memmap(_with(prefix, ".bin"), kind, mode="r"))

@@ -17,6 +17,8 @@ from components.json_text import one_line
 
 PROBE = "\ue000"
 """A character of the private use area: no template strips, escapes or tests for it."""
+REASONING_END = "</think>"
+"""The end of reasoning within the content of an answer."""
 FAILURES = (
     TemplateError,
     ArithmeticError,
@@ -92,7 +94,8 @@ class Template:
         It ignores them if ``text``, the result of ``render``, stays the same without the tools, without all
         tool calls, or with another content. A content that follows the previous one in the text, and is not
         part of a later one, is not rendered again. The content of a turn that calls tools may be missing,
-        because some templates never write it.
+        because some templates never write it. Reasoning in the content of earlier answers may be missing, but
+        not that of the last one.
         """
 
         def drops(changed: list[Message], template: Template = self) -> bool:
@@ -118,6 +121,11 @@ class Template:
                 end = found + len(content)
             elif i not in calling and drops([*messages[:i], other, *messages[i + 1 :]]):
                 raise self.error(f"does not render message {i}, of the role {message['role']}")
+        last = messages[-1]
+        thought, tag, answer = last["content"].rpartition(REASONING_END)
+        probed = {**last, "content": f"{thought}{PROBE}{tag}{answer}"}
+        if tag and last["role"] == "assistant" and drops([*messages[:-1], probed]):
+            raise self.error("does not render the reasoning in the content of the last message")
 
     def error(self, what: str, remedy: str = "Change the record") -> RecordError:
         where = f"it is model.chat_template, or else that of model.tokenizer={self.tokenizer.name_or_path}"

@@ -466,6 +466,20 @@ def test_unusual_turns_have_a_rule_and_are_counted(
     assert (source.samples, source.unsupervised, source.unusual) == (1, 1, {"empty answer": 1})
 
 
+@pytest.mark.parametrize(("long_samples", "number"), [("truncate", 3), ("drop", 3), ("truncate", 1)])
+def test_samples_that_are_mostly_left_out_are_warned_of(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, long_samples: Any, number: int
+) -> None:
+    turns = [{"role": "user", "content": "a " * 100}, {"role": "assistant", "content": "b"}]
+    short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in [turns] * number + [short] * 2))
+    data = FilesData(train=str(path), max_length=32, long_samples=long_samples)
+    warnings = prepare(data, tokenizer, "chat").audit.warnings()
+    said = "3 sample(s) without a target, or too long, are left out, and 2 are kept"
+    assert any(said in line for line in warnings) == (number == 3)
+
+
 def test_answers_without_a_stop_token_are_warned_of(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

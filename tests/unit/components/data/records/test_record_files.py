@@ -332,11 +332,24 @@ def test_folder_without_data(tmp_path: Path) -> None:
         list(read_records(str(tmp_path)))
 
 
-def test_empty_file_in_a_folder_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["", "*.jsonl"])
+def test_one_empty_file_of_several_is_named(
+    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     write(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"b\.jsonl: holds no record"):
-        list(read_records(str(tmp_path)))
+    assert len(list(read_records(f"{tmp_path}/{path}"))) == len(RECORDS)
+    assert caplog.messages == [f"{tmp_path}/b.jsonl: holds no record"]
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r": holds no record\. Give a file with at least one"):
+        list(read_records(f"{tmp_path}/{path}"))
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: has two columns 'text'"):
+        list(read_records(f"{tmp_path}/a.parquet"))
 
 
 def test_saved_dataset_of_several_splits_asks_for_one(tmp_path: Path) -> None:

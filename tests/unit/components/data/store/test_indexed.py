@@ -104,6 +104,7 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
             "cut short of its 4 sequences",
         ),
         (lambda p: (p / "c.bin").write_bytes((p / "c.bin").read_bytes()[:-4]), "does not fit its .idx"),
+        (lambda p: (p / "c.bin").write_bytes(b""), "c.bin: holds no token"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, damage, message: str) -> None:  # type: ignore[no-untyped-def]

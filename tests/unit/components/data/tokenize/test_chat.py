@@ -492,6 +492,17 @@ def test_a_dropped_turn_that_a_later_one_quotes_is_an_error(role: str, content: 
     encode_chat(turns, make_tokenizer(CHATML))
 
 
+def test_reasoning_in_the_content_of_the_last_answer_must_be_rendered() -> None:
+    """Templates such as DeepSeek-R1's remove it from all answers, Qwen3's only from earlier ones."""
+    removed = make_tokenizer(CHATML.replace("m.content", "m.content.split('</think>')[-1]"))
+    answer = {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\n4"}
+    question = {"role": "user", "content": "2 + 2?"}
+    with pytest.raises(ConfigError, match="does not render the reasoning in the content of the last message"):
+        encode_chat([question, answer], removed)
+    encode_chat([question, answer, question, {"role": "assistant", "content": "4"}], removed)
+    encode_chat([question, answer], make_tokenizer(CHATML))
+
+
 def test_tools_are_no_tool_calls() -> None:
     call = {"type": "function", "function": {"name": "now", "arguments": {}}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
