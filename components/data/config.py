@@ -24,6 +24,7 @@ from components.data.mixture import Shares
 from components.data.packing import Packing, PlanOptions
 from components.data.plans import count_steps
 from components.data.progress import show_progress
+from components.data.records.record_files import matching_files
 from components.data.splits import SourceTokens, Split, held_out, indexed_source, plan_eval
 from components.data.store.digests import digest
 from components.data.store.indexed import indexed_prefix
@@ -326,7 +327,9 @@ class Data(ABC):
         return [replace(part, repeats=each) for part, each in zip(parts, shares.repeats(sizes), strict=True)]
 
     def _eval_splits(self, encoder: Encoder, cache: Path, split_of: partial[Split]) -> Mapping[str, Split]:
-        parts = {name: self._part(source, encoder, cache) for name, source in self.eval_sources().items()}
+        sources = self.eval_sources()
+        _warn_of_shared_files([source for source, _ in self.train_sources()], list(sources.values()))
+        parts = {name: self._part(source, encoder, cache) for name, source in sources.items()}
         return {name: split_of([part], part.outcome.kept) for name, part in parts.items()}
 
     def _part(self, source: Source, encoder: Encoder, cache: Path, repeats: float = 1.0) -> SourceTokens:
@@ -375,6 +378,20 @@ class StdlibData(Data):
 
     def eval_sources(self) -> Mapping[str, Source]:
         return {"eval": StdlibSource("eval", self.max_eval_samples)}
+
+
+def _warn_of_shared_files(trained: Sequence[Source], evaluated: Sequence[Source]) -> None:
+    """Log one file of each evaluation set that is trained on, too."""
+
+    def files(source: Source) -> set[Path]:
+        if not isinstance(source, FileSource) or indexed_prefix(source.path) is not None:
+            return set()
+        return {file.resolve() for file in matching_files(source.path)}
+
+    known = set().union(*map(files, trained))
+    for source in evaluated:
+        if shared := sorted(files(source) & known):
+            log.warning("%s: is trained on, too: %s", source.option, shared[0])
 
 
 def _flags(chosen: Ints, number: int) -> Bools:

@@ -466,6 +466,19 @@ def test_unusual_turns_have_a_rule_and_are_counted(
     assert (source.samples, source.unsupervised, source.unusual) == (1, 1, {"empty answer": 1})
 
 
+def test_an_evaluation_set_within_the_training_data_is_warned_of(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    val = tmp_path / "val.jsonl"
+    prepare(FilesData(train=str(tmp_path), eval=str(val)), tokenizer, "text")
+    assert caplog.messages == [f"data.eval: is trained on, too: {val}"]
+    caplog.clear()
+    prepare(FilesData(train=str(tmp_path / "train.jsonl"), eval=str(val)), tokenizer, "text")
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize(("long_samples", "number"), [("truncate", 3), ("drop", 3), ("truncate", 1)])
 def test_samples_that_are_mostly_left_out_are_warned_of(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, long_samples: Any, number: int
