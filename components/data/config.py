@@ -136,10 +136,7 @@ class Data(ABC):
                 "rows, and none is too long; leave it out, or use data.packing=bfd."
             )
         self._check_share_prompt(kind, packing)
-        if self.streamed_sources() and max_steps is None:
-            raise ConfigError(
-                "run.max_steps: is null, but a stream (data.streaming) has no end; give a number."
-            )
+        self._check_sources(max_steps)
         encoder = self._encoder(kind, tokenizer)
         split_of = partial(Split, cache, packing, self.max_length, seed, self.share_prompt)
         train, held = self._train_split(encoder, cache, seed, split_of)
@@ -271,6 +268,19 @@ class Data(ABC):
                 "set one of the two to false."
             )
 
+    def _check_sources(self, max_steps: int | None) -> None:
+        """Log files that are both trained and evaluated on.
+
+        Raises:
+            ConfigError: if a stream has no end, or a file is missing, before any record is read.
+        """
+        if self.streamed_sources() and max_steps is None:
+            raise ConfigError(
+                "run.max_steps: is null, but a stream (data.streaming) has no end; give a number."
+            )
+        trained = [source for source, _ in self.train_sources()]
+        _warn_of_shared_files(trained, list(self.eval_sources().values()))
+
     def restore(self, prepared: Json) -> PreparedData:
         """Restore the result of ``prepare`` from the output of its ``to_json``."""
         return as_type(PreparedData, prepared)
@@ -327,9 +337,7 @@ class Data(ABC):
         return [replace(part, repeats=each) for part, each in zip(parts, shares.repeats(sizes), strict=True)]
 
     def _eval_splits(self, encoder: Encoder, cache: Path, split_of: partial[Split]) -> Mapping[str, Split]:
-        sources = self.eval_sources()
-        _warn_of_shared_files([source for source, _ in self.train_sources()], list(sources.values()))
-        parts = {name: self._part(source, encoder, cache) for name, source in sources.items()}
+        parts = {name: self._part(source, encoder, cache) for name, source in self.eval_sources().items()}
         return {name: split_of([part], part.outcome.kept) for name, part in parts.items()}
 
     def _part(self, source: Source, encoder: Encoder, cache: Path, repeats: float = 1.0) -> SourceTokens:

@@ -474,6 +474,11 @@ def test_an_evaluation_set_within_the_training_data_is_warned_of(
     val = tmp_path / "val.jsonl"
     prepare(FilesData(train=str(tmp_path), eval=str(val)), tokenizer, "text")
     assert caplog.messages == [f"data.eval: is trained on, too: {val}"]
+    with (
+        pytest.raises(ConfigError, match=r"other\.jsonl: no such file"),
+        patch("components.data.config.build_store", side_effect=AssertionError("records are read")),
+    ):
+        prepare(FilesData(train=str(val), eval=str(tmp_path / "other.jsonl")), tokenizer, "text")
     caplog.clear()
     prepare(FilesData(train=str(tmp_path / "train.jsonl"), eval=str(val)), tokenizer, "text")
     assert not caplog.messages
