@@ -17,5 +17,6 @@ def collect_rarely() -> None:
 
 
 def collect_as_usual() -> None:
-    """Collect garbage as often as Python does by default, as in a process that keeps making tensors."""
-    gc.set_threshold(*AS_USUAL)
+    """Undo ``collect_rarely``; a process that has not called it keeps its own setting."""
+    if gc.get_threshold()[0] == RARELY:
+        gc.set_threshold(*AS_USUAL)

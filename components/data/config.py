@@ -278,8 +278,8 @@ class Data(ABC):
             raise ConfigError(
                 "run.max_steps: is null, but a stream (data.streaming) has no end; give a number."
             )
-        trained = [source for source, _ in self.train_sources()]
-        _warn_of_shared_files(trained, list(self.eval_sources().values()))
+        if evaluated := list(self.eval_sources().values()):
+            _warn_of_shared_files([source for source, _ in self.train_sources()], evaluated)
 
     def restore(self, prepared: Json) -> PreparedData:
         """Restore the result of ``prepare`` from the output of its ``to_json``."""

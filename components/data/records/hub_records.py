@@ -71,22 +71,22 @@ class HubDataset:
             ) from error
 
     def commit(self) -> str | None:
-        """Return the commit that ``revision`` names now. None means that the data set is not on the hub.
+        """Return the commit that ``revision`` names now.
+
+        None means that the records come from a folder here or, without network, from the cache.
 
         Raises:
-            ConfigError: if the hub has no such revision, or cannot be reached.
+            ConfigError: if the hub does not name a commit.
         """
-        from huggingface_hub import HfApi
+        import datasets
 
-        if self.local is not None:
-            return None
-        try:
-            return HfApi().dataset_info(self.repo, revision=self.revision, expand=["sha"]).sha
-        except Exception as error:  # the class is that of the HTTP library, which varies
+        found = None if self.local is not None else current_commit(self.repo, self.revision)
+        if found is None and self.local is None and not datasets.config.HF_HUB_OFFLINE:
             raise ConfigError(
-                f"{self.option}: the hub does not tell the commit of hub:{self.repo} ({one_line(error)}).\n"
-                "Check the name, data.revision and the network, or give a file."
-            ) from error
+                f"{self.option}: the hub names no commit of hub:{self.repo}; check the name and "
+                "data.revision."
+            )
+        return found
 
     def version(self) -> str:
         """Return the commit of the data set, or a digest that changes with the files of a folder.
@@ -118,7 +118,7 @@ class HubDataset:
                 "or give it to other entries of data.sources."
             )
         if self.local is None:
-            read_cache_without_network(self.repo)
+            current_commit(self.repo, self.revision)  # finds out whether the hub can be reached
         try:
             loaded = getattr(datasets, function)(
                 self.repo, self.subset, data_dir=self.folder, revision=self.revision, **options
@@ -132,21 +132,26 @@ class HubDataset:
 
 
 @cache
-def read_cache_without_network(repo: str) -> None:
-    """Make ``datasets`` read only its cache if the hub cannot be reached; it would try for half a minute."""
+def current_commit(repo: str, revision: str | None) -> str | None:
+    """Return the commit that ``revision`` names on the hub. None means that the hub has not named one.
+
+    If the hub cannot be reached, ``datasets`` reads only its cache from here on; it would try for half a
+    minute.
+    """
     import datasets
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if datasets.config.HF_HUB_OFFLINE:
-        return
+        return None
     try:
-        HfApi().dataset_info(repo, expand=["sha"], timeout=10)
+        return HfApi().dataset_info(repo, revision=revision, expand=["sha"], timeout=10).sha
     except (HfHubHTTPError, HFValidationError):
-        return  # ``datasets`` explains the hub's answer
+        return None  # ``datasets`` explains the hub's answer
     except Exception as error:  # the class is that of the HTTP library, which varies
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if not kinds & {"OSError", "RequestError", "ValueError"}:
             raise
         log.warning("hub: cannot be reached (%s), so only its cache is read", one_line(error))
         datasets.config.HF_HUB_OFFLINE = True
+    return None

@@ -14,7 +14,7 @@ from functools import cache, partial
 from glob import glob, has_magic
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import pyarrow
 import pyarrow.parquet
@@ -105,8 +105,9 @@ def read_records(path: str) -> Records:
     size = sum(file.stat().st_size for file in matching_files(path))
     reading = Reading(size)
     each = (_read_path(source, reading) for source in sources)
-    found = chain.from_iterable(each if len(sources) == 1 else map(_warn_if_empty, each, sources))
-    return Records(_not_empty(found, path), reading)
+    if len(sources) > 1:
+        each = (_if_empty(_read_path(source, reading), partial(_log_empty, source)) for source in sources)
+    return Records(_if_empty(chain.from_iterable(each), partial(_refuse_empty, path)), reading)
 
 
 def matching_files(path: str) -> list[Path]:
@@ -195,20 +196,17 @@ def _below(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in files)
 
 
-def _not_empty(records: Iterator[Item], source: str) -> Iterator[Item]:
-    if (first := next(records, None)) is not None:
-        yield first
-        yield from records
-    else:
-        raise ConfigError(f"{source}: holds no record. Give a file with at least one.")
+def _if_empty(records: Iterator[Item], fail: Callable[[], object]) -> Iterator[Item]:
+    """Yield ``records``; call ``fail`` if there are none."""
+    if (first := next(records, None)) is None:
+        fail()
+        return
+    yield first
+    yield from records
 
 
-def _warn_if_empty(records: Iterator[Item], source: Path) -> Iterator[Item]:
-    if (first := next(records, None)) is not None:
-        yield first
-        yield from records
-    else:
-        _log_empty(source)
+def _refuse_empty(path: str) -> NoReturn:
+    raise ConfigError(f"{path}: holds no record. Give a file with at least one.")
 
 
 @cache  # a folder may be read many times
@@ -223,7 +221,7 @@ def _read_folder(folder: Path, reading: Reading) -> Iterator[Item]:
             f"{folder}: holds no {_EXTENSIONS} file, and is not a saved dataset. Check the folder."
         )
     for file in files:
-        yield from _warn_if_empty(_read_file(file, reading), file)
+        yield from _if_empty(_read_file(file, reading), partial(_log_empty, file))
 
 
 def warn_of_unread_files(path: str) -> None:

@@ -13,13 +13,14 @@ from unittest import mock
 import datasets
 import pytest
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedTokenizerBase
 
 from components.contracts.data import BatchShard
 from components.contracts.errors import ConfigError
 from components.data import FilesData
 from components.data.data_sources import HubSource
-from components.data.records.hub_records import HubDataset, read_cache_without_network
+from components.data.records.hub_records import HubDataset, current_commit
 from components.data.records.record_files import read_records
 
 CONFIG = "components.data.config"
@@ -91,18 +92,35 @@ def test_a_stream_reads_the_commit_of_its_preparation(
     repo: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after a restart, when the branch names another commit."""
-    commits = iter(["first", "second"])
-    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha=next(commits)))
+    hub = SimpleNamespace(sha="first")
+    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: hub)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    current_commit.cache_clear()
     for name in ("load_dataset", "load_dataset_builder"):
         load = getattr(datasets, name)
         monkeypatch.setattr(datasets, name, lambda _repo, *_, _load=load, **options: _load(repo, **options))
     data = FilesData(train="hub:user/texts", streaming=True, buffer_size=4, cache_dir=str(tmp_path))
     found = data.prepare("text", tokenizer, seed=3, global_batch_size=1, max_steps=2, epochs=None)
+    hub.sha = "second"
+    current_commit.cache_clear()
     with mock.patch(f"{CONFIG}.Producer") as producer, mock.patch(f"{CONFIG}.StreamLoader"):
         place = {"step": 0, "position": (), "main": True, "beat": str}
         data.open_stream(json.loads(json.dumps(found.to_json())), SHARD, "text", tokenizer, tmp_path, **place)
     [source] = producer.call_args.args[0].sources
     assert source.dataset == HubDataset("data.train", "user/texts", revision="first")
+
+
+def test_a_stream_without_network_reads_what_the_cache_holds(
+    repo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    assert HubDataset("data.train", "user/texts").commit() is None
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "dataset_info", mock.Mock(side_effect=HFValidationError("no name")))
+    current_commit.cache_clear()
+    assert HubDataset("data.train", repo).commit() is None
+    with pytest.raises(ConfigError, match=r"data\.train: the hub names no commit of hub:user/texts"):
+        HubDataset("data.train", "user/texts").commit()
 
 
 @pytest.mark.parametrize(("split", "streamed"), [("test", True), ("test[:50%]", False)])
@@ -216,7 +234,7 @@ def test_a_folder_and_a_subset_of_a_data_set(repo: str, monkeypatch: pytest.Monk
     assert texts(HubDataset("data.train", repo, "prose")) == ["prose"]
     asked: dict[str, Any] = {}
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **options: asked.update(options))
-    monkeypatch.setattr("components.data.records.hub_records.read_cache_without_network", lambda _: None)
+    monkeypatch.setattr("components.data.records.hub_records.current_commit", lambda *_: None)
     HubDataset("data.train", "team/data", revision="v2").records()
     assert asked["revision"] == "v2"
     with pytest.raises(ConfigError, match=r"data\.revision: data\.train=hub:.* is local .*; leave it out"):
@@ -234,7 +252,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", no_route)
-    read_cache_without_network.cache_clear()
+    current_commit.cache_clear()
     for _ in range(2):
         with pytest.raises(
             ConfigError, match=r"data\.train: hub:nobody/nothing cannot be loaded \(.*\)\.\nCheck"
