@@ -399,7 +399,7 @@ def _warn_of_shared_files(trained: Sequence[Source], evaluated: Sequence[Source]
     known = set().union(*map(files, trained))
     for source in evaluated:
         if shared := sorted(files(source) & known):
-            log.warning("%s: is trained on, too: %s", source.option, shared[0])
+            log.warning("%s: %s is also in the training data", source.option, shared[0])
 
 
 def _flags(chosen: Ints, number: int) -> Bools:

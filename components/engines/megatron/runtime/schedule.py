@@ -149,10 +149,10 @@ def run_schedule(
 
 
 class ShapesInTurn(list[StageShape]):
-    """Shapes of what a stage receives: each iteration gives one, that of the next micro-batch.
+    """The shapes that a stage receives, of which each iteration yields only that of the next micro-batch.
 
-    Megatron's 1F1B schedule iterates once for every tensor that a stage receives, with the shapes of all
-    tensors of a micro-batch. It asks whether the list is a single shape, which it is not while it is empty.
+    Megatron's 1F1B schedule iterates over the shapes once for each micro-batch that it receives. It takes a
+    list of integers for a single shape, but not a list of length 0, which this one always has.
     """
 
     def __init__(self, shapes: Sequence[StageShape]) -> None:

@@ -473,7 +473,7 @@ def test_an_evaluation_set_within_the_training_data_is_warned_of(
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
     val = tmp_path / "val.jsonl"
     prepare(FilesData(train=str(tmp_path), eval=str(val)), tokenizer, "text")
-    assert caplog.messages == [f"data.eval: is trained on, too: {val}"]
+    assert caplog.messages == [f"data.eval: {val} is also in the training data"]
     with (
         pytest.raises(ConfigError, match=r"other\.jsonl: no such file"),
         patch("components.data.config.build_store", side_effect=AssertionError("records are read")),
