@@ -1,5 +1,6 @@
 """Writing an adapter folder in peft's format."""
 
+import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from components.adapters.lora_config import INITIAL, A, B, LoRA, initial_name
 from components.adapters.peft_folder import CONFIG, PREFIX, TENSORS
 from components.adapters.target_modules import leaf_names, linear_names, matches
+from components.atomic_write import write_atomic
 from components.checkpoint.dcp import gather_results
 from components.models import ModelSpec, nf4
 from components.models.export.hf_file_names import file_names, module_name
@@ -49,7 +51,9 @@ def merge_shards(adapter: LoRA, spec: ModelSpec, files: list[Path], path: Path) 
     for file in files:
         merged |= load_file(file)
     write_safetensors(with_initial(merged) if adapter.is_pissa else merged, partial)
-    peft_config(adapter.exported, model, spec).save_pretrained(str(path))
+    # As peft's save_pretrained, which writes the file in place.
+    settings = peft_config(adapter.exported, model, spec).to_dict()
+    write_atomic(path / CONFIG, json.dumps(settings, indent=2, sort_keys=True, default=sorted))
     if adapter.quantize is not None:
         quantized = adapter.quantized_weights(model)
         linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
 from components.accelerator import inference_device
+from components.atomic_write import write_atomic
 from components.contracts.errors import ConfigError
 from components.contracts.json_types import Json
 from components.data.tokenize.chat import turn_end
@@ -105,7 +106,7 @@ def with_stops(found: list[int] | int | None, others: Iterable[int | None]) -> l
 
 def amend(path: Path, fields: dict[str, object]) -> None:
     """Update fields of a JSON file, without transformers, which refuses to write some files that it reads."""
-    path.write_text(json.dumps({**read_json(path), **fields}, indent=2) + "\n")
+    write_atomic(path, json.dumps({**read_json(path), **fields}, indent=2) + "\n")
 
 
 def generate(

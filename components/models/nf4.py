@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
+from components.atomic_write import write_atomic
 from components.contracts.configs import WeightSource
 from components.contracts.errors import ConfigError
 
@@ -34,7 +35,8 @@ SETTINGS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_do
 
 def write_quantization_config(folder: Path, skipped: Sequence[str]) -> None:
     """Write the file for a base model whose linear layers are in 4 bits, except those named ``skipped``."""
-    (folder / CONFIG).write_text(json.dumps({**SETTINGS, "llm_int8_skip_modules": skipped}, indent=2) + "\n")
+    content = json.dumps({**SETTINGS, "llm_int8_skip_modules": skipped}, indent=2) + "\n"
+    write_atomic(folder / CONFIG, content)
 
 
 def has_config(folder: Path) -> bool:

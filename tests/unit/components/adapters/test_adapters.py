@@ -152,6 +152,23 @@ def test_a_kill_leaves_an_earlier_export_as_it_was(folder: Path, tmp_path: Path)
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in folder.iterdir()}
 
 
+def test_a_kill_while_the_settings_are_written_leaves_earlier_ones(folder: Path, tmp_path: Path) -> None:
+    """Those of the export, of its quantisation and, at the end, of its base model."""
+    adapter, description = described(target_modules="attention", r=2, quantize="nf4"), spec("qwen3")
+    export_adapter(adapter, description, random_tensors(adapter, description).items(), tmp_path)
+    written = {name: (tmp_path / name).read_bytes() for name in ("adapter_config.json", nf4.CONFIG)}
+    other = described(target_modules="all-linear", quantize="nf4")
+    tensors = random_tensors(other, description)
+    for write in (
+        lambda: export_adapter(other, description, tensors.items(), tmp_path),
+        lambda: nf4.write_quantization_config(tmp_path, ["lm_head"]),
+        lambda: name_base(tmp_path, tmp_path / "base"),
+    ):
+        with mock.patch("os.fsync", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            write()
+        assert {name: (tmp_path / name).read_bytes() for name in written} == written
+
+
 def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
     description = spec("qwen3")
     model, adapter = description.build(description.config()), continued(folder)
