@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -23,7 +22,7 @@ from runner.launch.prove import print_proof
 from runner.launch.rehearse import print_rehearsal
 from runner.launch.restart import run_with_restarts
 from runner.records.failures import naming_file, report_failure, reporting_failures
-from runner.records.run_record import RunRecord, Stopped, recording_end
+from runner.records.run_record import RunRecord, Stopped, record_failure, recording_end
 from runner.signals import SignalHandler, announce, handling
 from runner.training.rank import run_rank
 from runner.training.stop import PRUNED
@@ -107,7 +106,7 @@ def give_up(launch: RunPreparation, folder: Path, error: TrainingError) -> None:
     try:
         report_failure(folder, error, stalled=True)
         if place.rank == 0:
-            replace(RunRecord.read(folder), ended="failed", error=str(error)).write(folder)
+            record_failure(folder, error)
             if (job := launch.where.sweep_job) is not None:
                 words = f"{type(error).__name__}: {error}"
                 job.finish("failed", error=words, seconds=time.time() - launch.began)

@@ -184,18 +184,35 @@ def recording_end(folder: Path) -> Iterator[None]:
             raise TrainingError(
                 f"{folder}: was removed, or its run.json was, while the run was under way; start it again."
             ) from error
-        failed = isinstance(error, Exception)
         with suppress(OSError):  # the failure may be that this disk is full
-            ended: RunStatus = "failed" if failed else "interrupted"
-            replace(RunRecord.read(folder), ended=ended, error=str(error) if failed else None).write(folder)
+            record_failure(folder, error)
         raise
     record = RunRecord.read(folder)
     replace(record, ended="interrupted" if record.stopped else "completed", error=None).write(folder)
 
 
+def record_failure(folder: Path, error: BaseException) -> None:
+    """Record in run.json that ``error`` has ended the run in ``folder``, with the results until then.
+
+    A rank that hangs or was killed has its results only in memory, and those in metrics.jsonl are newer.
+    """
+    record, failed = RunRecord.read(folder), isinstance(error, Exception)
+    known = (record.results, logged_results(folder))
+    replace(
+        record,
+        ended="failed" if failed else "interrupted",
+        error=str(error) if failed else None,
+        results=max(known, key=lambda results: (results.last.get("step", 0), len(results.last))),
+    ).write(folder)
+
+
 def logged_results(folder: Path) -> Results:
-    """Return the results of the rows in metrics.jsonl, none if it does not exist."""
+    """Return the results of the rows in metrics.jsonl, none if it does not exist.
+
+    A last row that a kill has cut off is left out.
+    """
     path, results = folder / METRICS, Results()
-    for row in path.read_text().splitlines() if path.exists() else ():
-        results.add(parse_json(row))
+    for row in path.read_text().splitlines(keepends=True) if path.exists() else ():
+        if row.endswith("\n"):
+            results.add(parse_json(row))
     return results

@@ -1,5 +1,6 @@
 """Signals and failures while a run ends: the report is finished, and rank 0 closes its trackers."""
 
+import json
 import os
 import signal
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from runner.launch import run, slurm_env
 from runner.launch.spawn import wait_for_ranks
 from runner.records.failures import failure_path, read_failure_report, report_failure
 from runner.records.job_record import SweepJob, read_job_record
-from runner.records.run_record import RunRecord, Stopped
+from runner.records.run_record import RunRecord, Stopped, recording_end
 from runner.records.run_summary import Results
 from runner.signals import SignalHandler, handling
 from runner.sweeps.sweep import run_point
@@ -66,7 +67,8 @@ def test_a_hang_of_the_only_rank_is_recorded(tmp_path: Path, monkeypatch: pytest
     launch.experiment, launch.where = SimpleNamespace(**modes), ConfigSources(sweep_job=job)
 
     def end_process(error: TrainingError) -> NoReturn:
-        ended.append((RunRecord.read(tmp_path).ended, RunRecord.read(tmp_path).error))
+        found = RunRecord.read(tmp_path)
+        ended.append((found.ended, found.error, found.results.last))
         raise error
 
     monkeypatch.setattr(run, "check_launch", lambda *_: launch)
@@ -74,13 +76,36 @@ def test_a_hang_of_the_only_rank_is_recorded(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(run, "end_process", end_process)
     monkeypatch.setattr(run, "run_rank", lambda _, give_up: give_up(TrainingError("no progress")))
     RunRecord().write(tmp_path)
+    row = {"step": 3, "train/loss": 2.5}
+    (tmp_path / "metrics.jsonl").write_text(f'{json.dumps(row)}\n{{"step": 4, "train')
     (tmp_path / "logs").mkdir()
     job.mark_running(tmp_path)
     with pytest.raises(TrainingError, match="no progress"):
         run.run({}, ConfigSources(), (), 0.0)
-    assert ended == [("failed", "no progress")]
+    assert ended == [("failed", "no progress", row)]
     assert read_failure_report(failure_path(tmp_path, 0)).stalled
     assert read_job_record(job.path).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "rows", "newest"),
+    [
+        ({}, [{"step": 4, "train/loss": 2.5}, {"step": 4, "eval/loss": 3.0}], "both rows"),
+        ({"step": 6, "train/loss": 2.0}, [{"step": 4, "train/loss": 2.5}], "recorded"),
+        ({"eval/loss": 3.0}, [], "recorded"),
+    ],
+)
+def test_a_failed_run_records_its_newest_results(
+    tmp_path: Path, recorded: dict[str, float], rows: list[dict[str, float]], newest: str
+) -> None:
+    """They are in metrics.jsonl if rank 0 was killed, and in run.json if no logger writes that file."""
+    RunRecord(results=Results(last=recorded)).write(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(TrainingError), recording_end(tmp_path):
+        raise TrainingError("rank 1 was killed by SIGKILL")
+    found = RunRecord.read(tmp_path)
+    expected = recorded if newest == "recorded" else rows[0] | rows[1]
+    assert (found.ended, found.results.last) == ("failed", expected)
 
 
 @pytest.mark.parametrize(("step", "queued"), [(0, True), (3, False)])
