@@ -10,9 +10,7 @@ import psutil
 
 from components.checkpoint import complete_checkpoints
 from components.checkpoint.folder import best_checkpoint
-from components.contracts.errors import TrainingError
 from components.contracts.loss import Loss
-from components.preflight.checks import steps_done
 from components.preflight.estimates.device_specs import machine_memory
 from components.preflight.formatting import as_size
 from runner.config.command_line import hydra_value, single_job_overrides
@@ -64,22 +62,6 @@ def newest_checkpoint(folder: Path, record: RunRecord) -> Path | None:
     """
     saved = complete_checkpoints(folder / "checkpoints")
     return saved[-1] if saved else record.checkpoint
-
-
-def check_saved(record: RunRecord, saved: Path | None) -> None:
-    """Raise TrainingError if the last checkpoint is missing (with ``checkpoint.on_error=continue``).
-
-    A run that ended before its first step has none.
-    """
-    if saved is None and record.final_step == 0:
-        return
-    if saved is None:
-        raise TrainingError("no checkpoint could be written, as the log says (checkpoint.on_error=continue).")
-    if steps_done(saved) != record.final_step:
-        raise TrainingError(
-            f"the checkpoint of step {record.final_step} could not be written, as the log says "
-            f"(checkpoint.on_error=continue); the newest is {saved}."
-        )
 
 
 def metric_facts(results: Results) -> dict[str, str]:

@@ -14,7 +14,7 @@ from components.rank_info import RankInfo
 from runner.config.sources import ConfigSources
 from runner.launch import rendezvous, slurm_env
 from runner.launch.checks import RunPreparation, check_launch, inspect
-from runner.launch.final_report import check_saved, newest_checkpoint, print_stopped, print_summary
+from runner.launch.final_report import newest_checkpoint, print_stopped, print_summary
 from runner.launch.out_of_memory import advising
 from runner.launch.plan import print_forecast
 from runner.launch.prepare import prepare
@@ -24,7 +24,7 @@ from runner.launch.restart import run_with_restarts
 from runner.records.failures import naming_file, report_failure, reporting_failures
 from runner.records.run_record import RunRecord, Stopped, record_failure, recording_end
 from runner.signals import SignalHandler, announce, handling
-from runner.training.rank import run_rank
+from runner.training.rank import late_failure, run_rank
 from runner.training.stop import PRUNED
 from runner.training.watchdog import end_process
 
@@ -140,33 +140,30 @@ def finish(launch: RunPreparation, folder: Path) -> float:
         SystemExit: if a signal has stopped the run, with code DONE, or that of ``end_evaluation``.
     """
     record = RunRecord.read(folder)
-    saved = newest_checkpoint(folder, record)
-    if record.stopped is not None and launch.experiment.run.evaluate_only:
-        end_evaluation(record.stopped)
+    saved, evaluates = newest_checkpoint(folder, record), launch.experiment.run.evaluate_only
     if record.stopped is None:
         with naming_file(folder / "export"):
             print_summary(launch.experiment, folder, record, saved)
-    else:
+    elif not evaluates:
         resumable = print_stopped(launch, record.stopped, saved)
         has_begun = record.stopped.step > 0
         if (resumable or not has_begun) and record.stopped.reason in slurm_env.REASONS:
             slurm_env.queue_again(os.environ)
-    if not launch.experiment.run.evaluate_only:
-        check_saved(record, saved)
+    if (failure := late_failure(record, saved, evaluates=evaluates)) is not None:
+        raise TrainingError(failure)
+    if record.stopped is not None and evaluates:
+        end_evaluation(record.stopped)
     if record.stopped is not None and record.stopped.reason not in ("run.max_time", PRUNED):
         raise SystemExit(DONE)
     return record.results.final_loss()
 
 
 def end_evaluation(stopped: Stopped) -> NoReturn:
-    """End a run that only evaluates and was stopped before it had a result; it cannot be resumed.
+    """End a run that only evaluates and that a signal stopped before it had a result; it cannot be resumed.
 
     Raises:
-        TrainingError: if ``run.max_time`` stopped it.
-        SystemExit: if a signal stopped it, with code DONE if SLURM starts it again, else INTERRUPTED.
+        SystemExit: with code DONE if SLURM starts it again, else INTERRUPTED.
     """
-    if stopped.reason == "run.max_time":
-        raise TrainingError("run.max_time: the evaluation is not complete after this time; raise it.")
     restarts = stopped.reason in slurm_env.REASONS and slurm_env.queue_again(os.environ)
     advice = "" if restarts else "; give the same command again"
     print(f"stopped before the evaluation was complete ({stopped.reason}){advice}")

@@ -54,6 +54,8 @@ class MetricsReporter:
     progress: Progress | None = None
     results: Results = field(default_factory=Results)
     stopped: Stopped | None = None
+    failure: str | None = None
+    """Why the run has failed although no rank has. None means that it has not."""
     window: Window = field(default_factory=Window)
     pending_row: Callable[[], Row] | None = None
     """A function that makes the row of the last step. None means that its row was written."""
@@ -179,6 +181,8 @@ class MetricsReporter:
             return RunResult("interrupted", last, "interrupted")
         if error is not None:
             return RunResult("failed", last, f"{type(error).__name__}: {error}")
+        if self.failure is not None:
+            return RunResult("failed", last, self.failure)
         if self.stopped is not None:
             pruned = self.stopped.reason == PRUNED  # it will not be resumed
             return RunResult("completed" if pruned else "interrupted", last, self.stopped.reason)

@@ -17,6 +17,7 @@ from components.contracts.errors import NonRetryableError, TrainingError
 from components.contracts.json_types import Json
 from components.engines.shared.parallel_dims import divisors
 from components.loggers.console import terminal
+from components.preflight.checks import steps_done
 from components.preflight.estimates.flops import (
     peak_name,
 )
@@ -155,6 +156,7 @@ def finish(training: TrainContext, record: RunRecord, folder: Path) -> None:
     main = report.loggers is not None
     record = replace(record, stopped=report.stopped, final_step=training.state.step)
     if main:
+        report.failure = late_failure(record, training.checkpoints.current, evaluates=run.evaluate_only)
         replace(record, results=report.results).write(folder)
     if report.stopped is None and not run.evaluate_only:
         training.watchdog.beat("in the export")
@@ -166,6 +168,26 @@ def finish(training: TrainContext, record: RunRecord, folder: Path) -> None:
     training.hooks.call("end", completed=report.stopped is None)
     if main:  # hooks may have logged metrics
         replace(record, results=report.results).write(folder)
+
+
+def late_failure(record: RunRecord, saved: Path | None, *, evaluates: bool) -> str | None:
+    """Return why a run has failed although no rank has, or None.
+
+    ``run.max_time`` has ended an evaluation, or the last checkpoint is missing
+    (``checkpoint.on_error=continue``). ``saved`` is the newest checkpoint. A run that ended before its first
+    step has none.
+    """
+    if evaluates:
+        is_cut = record.stopped is not None and record.stopped.reason == "run.max_time"
+        return "run.max_time: the evaluation is not complete after this time; raise it." if is_cut else None
+    if steps_done(saved) == record.final_step:
+        return None
+    if saved is None:
+        return "no checkpoint could be written, as the log says (checkpoint.on_error=continue)."
+    return (
+        f"the checkpoint of step {record.final_step} could not be written, as the log says "
+        f"(checkpoint.on_error=continue); the newest is {saved}."
+    )
 
 
 @contextmanager

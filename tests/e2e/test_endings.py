@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from components.checkpoint import CheckpointManager, manager
+from components.loggers import CompositeLogger, RunResult
 from components.models.export import hf_folder
 from runner.launch import final_report
 from runner.launch.run_lock import locked
@@ -27,6 +28,14 @@ def facts(run: Path) -> dict[str, Any]:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture
+def endings(monkeypatch: pytest.MonkeyPatch) -> list[RunResult]:
+    """How the trackers of the runs in this process are told that these have ended."""
+    found: list[RunResult] = []
+    monkeypatch.setattr(CompositeLogger, "finish", lambda _, ending: found.append(ending))
+    return found
 
 
 def test_a_run_killed_before_its_export_is_finished(
@@ -53,11 +62,13 @@ def test_a_run_in_use_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run_here(tmp_path, *TWO, "run.max_steps=3", "checkpoint.resume=auto") == run
 
 
-def test_a_run_that_trains_nothing_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_trains_nothing_has_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], endings: list[RunResult]
+) -> None:
     assert call_here(f"run.output_dir={tmp_path}", *TWO, *ALL_SKIPPED) == 1
     assert "all 2 steps were skipped" in capsys.readouterr().err
     run = newest(tmp_path)
-    assert facts(run)["ended"] == "failed"
+    assert [facts(run)["ended"], *(ending.status for ending in endings)] == ["failed"] * 2
     assert not (run / "export").exists()
 
 
@@ -66,7 +77,10 @@ def full_disk(*_: object, **__: object) -> None:
 
 
 def test_a_lost_last_checkpoint_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    endings: list[RunResult],
 ) -> None:
     save = manager.save_tensors
 
@@ -80,19 +94,25 @@ def test_a_lost_last_checkpoint_is_a_failure(
     newest_one = run / "checkpoints" / "step_00000001"
     assert f"checkpoint  {newest_one}" in printed.out
     assert "the checkpoint of step 2 could not be written, as the log says" in printed.err
-    assert facts(run)["ended"] == "failed"
+    (ending,) = endings
+    assert (facts(run)["ended"], facts(run)["error"]) == (ending.status, ending.reason)
+    assert ending.status == "failed"
     assert str(newest_one) in facts(run)["error"]
     assert (run / "export").is_dir()
 
 
 def test_a_full_disk_in_the_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    endings: list[RunResult],
 ) -> None:
     monkeypatch.setattr(hf_folder, "write_safetensors", full_disk)
     assert call_here(f"run.output_dir={tmp_path}", *TWO) == 1
     message = capsys.readouterr().err
     assert "error: /full/file: could not be written: No space left on device" in message
     assert "Traceback" not in message
+    assert [ending.status for ending in endings] == ["failed"]
     monkeypatch.undo()
     run = newest(tmp_path)
     assert run_here(tmp_path, *TWO, "checkpoint.resume=auto") == run
@@ -125,11 +145,12 @@ def test_a_removed_folder_is_named(
     assert "was removed, or its run.json was, while the run was under way" in capsys.readouterr().err
 
 
-def test_the_end_of_a_run_inside_the_window_of_the_profiler(tmp_path: Path) -> None:
+def test_the_end_of_a_run_inside_the_window_of_the_profiler(tmp_path: Path, endings: list[RunResult]) -> None:
     stopping = ("early_stopping.metric=eval/loss", "early_stopping.patience=1", "run.eval_every=1")
     window = ("profiler.enabled=true", "profiler.steps=[2,4]", "optimizer.lr=0", "run.export=false")
     run = run_here(tmp_path, *TWO, "run.max_steps=4", *stopping, *window)
     assert facts(run)["final_step"] == 2
+    assert [facts(run)["ended"], *(ending.status for ending in endings)] == ["completed"] * 2
     assert (run / "profile" / "step_2_rank_0.json").is_file()
     assert "profile of steps 2 to 2" in (run / "train.log").read_text()
 

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from components.contracts.errors import DONE, INTERRUPTED, TrainingError
+from components.contracts.errors import DONE, INTERRUPTED
 from runner.launch import slurm_env
 from runner.launch.run import end_evaluation
-from runner.records.run_record import Stopped
+from runner.records.run_record import RunRecord, Stopped
+from runner.training.rank import late_failure
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,9 @@ def test_a_signal(
     assert ended.value.code == code
 
 
-def test_its_time_is_up() -> None:
-    with pytest.raises(TrainingError, match=r"run\.max_time: the evaluation is not complete"):
-        end_evaluation(Stopped(4, 4, "run.max_time"))
+@pytest.mark.parametrize(("reason", "fails"), [("run.max_time", True), ("SIGINT", False), (None, False)])
+def test_only_the_time_limit_makes_it_a_failure(reason: str | None, fails: bool) -> None:
+    record = RunRecord(stopped=None if reason is None else Stopped(4, 4, reason), final_step=4)
+    failure = late_failure(record, None, evaluates=True)
+    assert (failure or "").startswith("run.max_time: the evaluation is not complete") == fails
+    assert (failure is not None) == fails

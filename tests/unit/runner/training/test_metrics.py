@@ -30,12 +30,14 @@ class Kept:
         self.endings.append(ending)
 
 
-def ending_of(stopped: Stopped | None = None, error: BaseException | None = None) -> RunResult:
+def ending_of(
+    stopped: Stopped | None = None, error: BaseException | None = None, failure: str | None = None
+) -> RunResult:
     kept = Kept()
     reporter = MetricsReporter(1, lambda _: 0.0, None, lambda: None, kept)  # type: ignore[arg-type]
     with suppress(RuntimeError, KeyboardInterrupt), reporter:
         reporter.evaluation(TrainState(step=7), {"eval/loss": 2.5})
-        reporter.stopped = stopped
+        reporter.stopped, reporter.failure = stopped, failure
         if error is not None:
             raise error
     assert kept.rows == [{"step": 7, "eval/loss": 2.5}]
@@ -49,6 +51,9 @@ def test_loggers_are_told_how_it_ended() -> None:
     assert ending_of(Stopped(7, 9, "SIGTERM")) == RunResult("interrupted", last, "SIGTERM")
     assert ending_of(error=KeyboardInterrupt()) == RunResult("interrupted", last, "interrupted")
     assert ending_of(error=RuntimeError("4711")) == RunResult("failed", last, "RuntimeError: 4711")
+    assert ending_of(Stopped(7, 9, "SIGTERM"), failure="no checkpoint") == RunResult(
+        "failed", last, "no checkpoint"
+    )
 
 
 def test_results_are_what_was_logged_last_and_is_finite() -> None:
