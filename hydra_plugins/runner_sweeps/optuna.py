@@ -123,12 +123,13 @@ class OptunaSweeper(Sweeper):
 
     def chosen(self, study: "Study", space: SearchSpace) -> "list[FrozenTrial]":
         """Ask the study for the next trials: ``n_jobs``, or fewer at the end."""
-        known, last = len(study.get_trials(deepcopy=False)), self.most_trials(space)
+        known = study.get_trials(deepcopy=False)
+        missing = self.most_trials(space) - len(with_values(known, space))
         return [
             ask_trial(
                 study, space, make_sampler(self.sampler, self.sampler_options, self.seed, number, space)
             )
-            for number in range(known, min(known + self.n_jobs, last))
+            for number in range(len(known), len(known) + min(self.n_jobs, missing))
         ]
 
     def launch(
@@ -143,15 +144,19 @@ class OptunaSweeper(Sweeper):
 
 
 def unfinished(study: "Study", space: SearchSpace, sweep: Path) -> "list[FrozenTrial]":
-    """Return the trials of an earlier command to run again; report to the study those that have ended.
-
-    A trial lacks values, and has no job, if the command ended while they were chosen.
-    """
+    """Return the trials of an earlier command to run again; report to the study those that have ended."""
     from optuna.trial import TrialState
 
-    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    whole = [trial for trial in running if trial.params.keys() >= space.swept.keys()]
-    return [trial for trial in whole if not tell_trial(study, trial, outcome_of(sweep, trial))]
+    running = with_values(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)), space)
+    return [trial for trial in running if not tell_trial(study, trial, outcome_of(sweep, trial))]
+
+
+def with_values(trials: "Sequence[FrozenTrial]", space: SearchSpace) -> "list[FrozenTrial]":
+    """Return the trials that have all their values.
+
+    If a command ends while the values of a trial are chosen, this trial never has a job and does not count.
+    """
+    return [trial for trial in trials if trial.params.keys() >= space.swept.keys()]
 
 
 def outcome_of(sweep: Path, trial: "FrozenTrial") -> JobRecord | None:
